@@ -1,0 +1,141 @@
+"""The ``neaptide`` console command.
+
+Exit codes: 0 done; 1 findings, something to read; 2 bad call or input; 3 conflict; 4 drift not
+accepted; 5 verification failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from neaptide import __version__, commands
+from neaptide.errors import ExitCode, NeaptideError
+from neaptide.git import GitError
+from neaptide.output import Progress, print_json
+from neaptide.session import Options, Session
+
+_COMMANDS: dict[str, tuple[str, Callable[[Session], commands.Result]]] = {
+    "apply": ("apply the series to unpacked sdists, checkouts or installed packages", commands.apply),
+    "status": ("say what is on disk at each target", commands.status),
+    "verify": ("check again everything that was applied", commands.verify_places),
+    "revert": ("put back the bytes that were there before", commands.revert),
+    "export": ("write the applied series as patches, with manifest and locks", commands.apply),
+    "pins": ("list the pins, or record a pin's lock", commands.pins),
+}
+
+
+def _pair(text: str) -> tuple[str, Path]:
+    target, equals, folder = text.partition("=")
+    if not equals or not target or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TARGET=PATH")
+    return target, Path(folder)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="neaptide", description="Apply, re-check and ship a structural patch series for vLLM and b12x.",
+        epilog=(__doc__ or "").split("\n\n", 1)[1],
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"neaptide {__version__}")
+    subs = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (text, _) in _COMMANDS.items():
+        _add_options(subs.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."), name)
+    return parser
+
+
+def _add_options(sub: argparse.ArgumentParser, name: str) -> None:
+    add = sub.add_argument
+    add("--json", action="store_true", help="one JSON object on stdout")
+    add("--root", type=Path, default=None, help="the repository (default: found from here or the package)")
+    add("--build", type=Path, default=None, help="folder of unpacked trees (default: ROOT/build)")
+    add("--pin", default=None, help="the pin (default: current, or the pin that a checkout stands at)")
+    add("--target", action="append", default=[], help="only this target (repeatable)")
+    add("--checkout", action="append", type=_pair, default=[], metavar="TARGET=DIR", help="a git checkout")
+    add("--sdist", action="append", type=_pair, default=[], metavar="TARGET=FILE", help="an sdist already here")
+    if name != "pins" and name != "export":
+        add("--installed", action="store_true", help="the installed distributions")
+        add("--python", type=Path, default=None, help="with --installed: the environment of this interpreter")
+    if name in ("apply", "revert", "pins"):
+        add("--dry-run", action="store_true", help="plan and report, write nothing")
+    if name == "apply":
+        add("--patch", action="append", default=[], help="only this patch (repeatable)")
+        add("--without", action="append", default=[], help="all but this patch (repeatable)")
+        add("--accept-drift", action="append", default=[], metavar="PATCH", help="go on with this patch's drift")
+        add("--frozen", action="store_true", help="the pin's lock must match; no network")
+    if name == "export":
+        add("--output", type=Path, default=None, help="folder to write (default: BUILD/PIN/export)")
+    if name == "pins":
+        add("--lock", default=None, metavar="PIN", help="record guards, hashes and tree ids of this pin")
+
+
+def find_root(given: Path | None) -> Path:
+    """The folder that holds ``patches`` and ``overlay``: given, above here, or around the package."""
+    places = [given] if given else [Path.cwd(), *Path.cwd().parents, Path(__file__).resolve().parents[2]]
+    for place in places:
+        if (place / "patches" / "pins").is_dir():
+            return place.resolve()
+    raise NeaptideError(
+        f"no patches/pins in {given or Path.cwd()}",
+        wanted="the neaptide repository",
+        todo="Run inside it, or give --root.",
+    )
+
+
+def _options(args: argparse.Namespace) -> Options:
+    root = find_root(args.root)
+    get = vars(args).get
+    installed = bool(get("installed"))
+    if installed and args.checkout:
+        raise NeaptideError("--installed with --checkout", wanted="one of the two", todo="Run the command twice.")
+    if get("python") and not installed:
+        raise NeaptideError("--python without --installed", wanted="both", todo="Add --installed.")
+    return Options(
+        root=root,
+        build=(args.build or root / "build").resolve(),
+        pin=get("lock") or args.pin,
+        targets=tuple(args.target),
+        checkouts={t: p.resolve() for t, p in args.checkout},
+        sdists={t: p.resolve() for t, p in args.sdist},
+        installed=installed,
+        python=get("python"),
+        only=tuple(get("patch") or ()),
+        without=tuple(get("without") or ()),
+        accept=tuple(get("accept_drift") or ()),
+        frozen=bool(get("frozen")),
+        dry_run=bool(get("dry_run")),
+    )
+
+
+def _run(args: argparse.Namespace, progress: Progress) -> commands.Result:
+    session = Session(_options(args), progress)
+    if args.command == "export":
+        return commands.export(session, args.output.resolve() if args.output else None)
+    if args.command == "pins" and args.lock:
+        return commands.lock_pin(session)
+    return _COMMANDS[args.command][1](session)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    progress = Progress()
+    try:
+        code, out = _run(args, progress)
+    except NeaptideError as error:
+        code, out = error.code, {"error": error.as_dict()}
+        progress.note(f"error: {error}")
+    except GitError as error:
+        code, out = ExitCode.BAD_INPUT, {"error": {"found": str(error)}}
+        progress.note(f"error: git: {error}")
+    except OSError as error:
+        code, out = ExitCode.BAD_INPUT, {"error": {"found": str(error)}}
+        progress.note(f"error: {error}; wanted: a readable and writable place. Check the path and its permissions.")
+    if args.json:
+        print_json({"command": args.command, "exit_code": int(code), **out})
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

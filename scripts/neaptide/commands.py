@@ -1,0 +1,295 @@
+"""The commands. Each takes a session and returns its exit code and its JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from neaptide import verify
+from neaptide.disk import write_bytes
+from neaptide.errors import ExitCode, NeaptideError
+from neaptide.export import export_place
+from neaptide.gitplace import GitPlace
+from neaptide.outcomes import Plan, Status
+from neaptide.pins import (
+    TargetLock,
+    encode_lock,
+    load_pin,
+    lock_path,
+    pin_names,
+    recorded_guards,
+)
+from neaptide.places import Accepted, State, accepted_in, file_hashes
+from neaptide.report import plan_dict, show_plan
+from neaptide.session import Session, Work, recover_all, trees_only
+
+Result = tuple[ExitCode, dict[str, Any]]
+
+
+def apply(session: Session) -> Result:
+    """Plan every target, and write only if nothing stands against any of them."""
+    options = session.options
+    works = session.places(create=True)
+    with session.locked(works):
+        recover_all(works, session.progress)
+        for work in works:
+            work.place.require_clean()
+        plans = [(w, session.plan(w, session.chosen(w.place.target))) for w in works]
+        accepted = {w.place.target: _accepted(w, p, options.accept) for w, p in plans}
+        for work, plan in plans:
+            show_plan(plan, work.place.label, accepted[work.place.target], session.progress)
+        out = {w.place.target: plan_dict(p, accepted[w.place.target]) for w, p in plans}
+        _show_skipped(session)
+        code = max((p.exit_code(accepted[w.place.target]) for w, p in plans), key=_severity, default=ExitCode.DONE)
+        if code is not ExitCode.DONE:
+            session.progress.note(_what_now(code, plans, accepted))
+            return code, {"targets": out, "written": []}
+        for work, plan in plans:
+            verify.check_plan(plan, work.place)
+            if options.frozen:
+                _check_frozen(work, plan)
+        written = []
+        for work, plan in plans if not options.dry_run else ():
+            if work.place.write(plan, accepted[work.place.target]):
+                written.append(work.place.target)
+        if trees_only(options) and not options.dry_run:
+            session.write_tree_record()
+        for work, plan in plans:
+            out[work.place.target]["smoke"] = _smoke(session, work, plan, undo=work.place.target in written)
+        _say_written(session, works, written)
+        return ExitCode.DONE, {"skipped": session.skipped, "targets": out, "written": written}
+
+
+def _severity(code: ExitCode) -> int:
+    return [ExitCode.DONE, ExitCode.FINDINGS, ExitCode.DRIFT, ExitCode.UNVERIFIED, ExitCode.CONFLICT].index(code)
+
+
+def _accepted(work: Work, plan: Plan, now: Sequence[str]) -> Accepted:
+    names = [n.removeprefix(f"{work.place.target}/") for n in now]
+    return accepted_in(plan, names, work.place.accepted())
+
+
+def _what_now(code: ExitCode, plans: Sequence[tuple[Work, Plan]], accepted: dict[str, Accepted]) -> str:
+    if code is ExitCode.DRIFT:
+        names = sorted(
+            {
+                f"--accept-drift {w.place.target}/{o.patch}"
+                for w, p in plans
+                for o in p.open_drift(accepted[w.place.target])
+            }
+        )
+        return f"nothing was written: read the drift above, then go on with {' '.join(names)}"
+    if code is ExitCode.UNVERIFIED:
+        return "nothing was written: a post-condition does not hold; mend the patch"
+    return "nothing was written: mend the patches above for this upstream, or leave them out with --without"
+
+
+def _check_frozen(work: Work, plan: Plan) -> None:
+    """The plan must be exactly what the pin's lock records."""
+    lock = work.lock
+    problems = []
+    if lock is None:
+        problems.append("the pin's lock says nothing of this target")
+    else:
+        digests = {p.patch.name: p.patch.digest for p in plan.patches if p.files}
+        problems += [f"patch {n} differs from the lock" for n in digests if lock.patches.get(n) != digests[n]]
+        problems += [f"patch {n} of the lock is missing" for n in lock.patches if n not in digests]
+        for path, hashes in file_hashes(plan).items():
+            if hashes["after"] != lock.after.get(path) or hashes["before"] != lock.before.get(path):
+                problems.append(f"{path} differs from the lock")
+    if problems:
+        raise NeaptideError(
+            "; ".join(problems), wanted="the lock to match, since --frozen was given",
+            todo="Use the series that the lock was made with, or make it anew with `neaptide pins --lock`.",
+            where=work.place.label, code=ExitCode.UNVERIFIED,
+        )  # fmt: skip
+
+
+def _smoke(session: Session, work: Work, plan: Plan, *, undo: bool) -> dict[str, str]:
+    if session.options.dry_run:
+        return {"detail": "not written", "result": "skipped"}
+    smoke = verify.import_smoke(plan, work.place, session.options.python)
+    session.progress.note(f"{work.place.label}: import smoke {smoke.result}: {smoke.detail}")
+    if smoke.result == "failed":
+        if undo:
+            work.place.revert()
+        raise NeaptideError(
+            f"the patched package does not import ({smoke.detail})", wanted="every touched module to import",
+            todo="The tree was put back." if undo else "Run `neaptide revert`.", where=work.place.label,
+            code=ExitCode.UNVERIFIED,
+        )  # fmt: skip
+    return {"detail": smoke.detail, "result": smoke.result}
+
+
+def _show_skipped(session: Session) -> None:
+    for target, why in session.skipped.items():
+        session.progress.note(f"skipped {target}: {why}")
+
+
+def _say_written(session: Session, works: Sequence[Work], written: Sequence[str]) -> None:
+    for work in works:
+        if session.options.dry_run:
+            session.progress.note(f"{work.place.label}: nothing written (--dry-run)")
+        elif work.place.target in written:
+            session.progress.note(f"{work.place.label}: applied")
+        else:
+            session.progress.note(f"{work.place.label}: already applied, nothing changed")
+
+
+def status(session: Session) -> Result:
+    """What is on disk at each target."""
+    rows, out, code = [], {}, ExitCode.DONE
+    for work in session.places(create=False):
+        state, record = work.place.state(), work.place.record()
+        applied = [p["id"] for p in record.patches] if record is not None else []
+        out[work.place.target] = {
+            "accepted_drift": sorted({d[0] for d in work.place.accepted()}),
+            "patches": applied if state is not State.PRISTINE else [],
+            "place": work.place.label,
+            "state": state.value,
+        }
+        rows.append([state.value, work.place.label, ", ".join(applied) if state is not State.PRISTINE else ""])
+        if state is State.INTERRUPTED:
+            code = ExitCode.UNVERIFIED
+        elif state is State.MODIFIED and code is ExitCode.DONE:
+            code = ExitCode.FINDINGS
+    for target, why in session.skipped.items():
+        out[target] = {"accepted_drift": [], "patches": [], "place": why, "state": State.ABSENT.value}
+        rows.append([State.ABSENT.value, target, why])
+    session.progress.table("status", ("state", "place", "patches"), rows)
+    if code is ExitCode.UNVERIFIED:
+        session.progress.note("a write was interrupted: the next `neaptide apply` or `revert` recovers it")
+    return code, {"pin": session.pin.name, "targets": out}
+
+
+def verify_places(session: Session) -> Result:
+    """Plan again from the pristine bytes and compare with what is on disk; then all checks."""
+    out, problems = {}, []
+    works = session.places(create=False)
+    for work in works:
+        place = work.place
+        found = _verify_one(session, work)
+        out[place.target] = found
+        problems += [f"{place.label}: {p}" for p in found["problems"]]
+        session.progress.note(f"{place.label}: {'; '.join(found['problems']) or 'verified'}; smoke {found['smoke']}")
+    _show_skipped(session)
+    if not works:
+        problems.append("nothing to verify")
+    return ExitCode.UNVERIFIED if problems else ExitCode.DONE, {"problems": problems, "targets": out}
+
+
+def _verify_one(session: Session, work: Work) -> dict[str, Any]:
+    place = work.place
+    state, record = place.state(), place.record()
+    if state is not State.APPLIED or record is None:
+        return {"problems": [f"the target is {state.value}, wanted {State.APPLIED.value}"], "smoke": "not run"}
+    names = {p["id"] for p in record.patches}
+    plan = session.plan(work, [p for p in session.series(place.target) if p.id in names])
+    problems = [
+        f"{p['id']} differs from what was applied"
+        for p in record.patches
+        if p["digest"] not in {q.patch.digest for q in plan.patches}
+    ]
+    if file_hashes(plan) != record.files:
+        problems.append("planning again gives other bytes than the record")
+    if isinstance(place, GitPlace):
+        tree = place.repo.tree("HEAD")
+        if tree != record.result["tree"]:
+            problems.append(f"HEAD's tree is {tree}, the record says {record.result['tree']}")
+    try:
+        verify.check_plan(plan, place)
+    except NeaptideError as error:
+        problems.append(error.found)
+    smoke = verify.import_smoke(plan, place, session.options.python)
+    if smoke.result == "failed":
+        problems.append(f"import smoke: {smoke.detail}")
+    return {"problems": problems, "smoke": f"{smoke.result}: {smoke.detail}"}
+
+
+def revert(session: Session) -> Result:
+    """Put back the bytes that were there before the series."""
+    works = session.places(create=False)
+    reverted = []
+    with session.locked(works):
+        recover_all(works, session.progress)
+        for work in works:
+            work.place.require_clean()
+        for work in works if not session.options.dry_run else ():
+            done = work.place.revert()
+            reverted += [work.place.target] if done else []
+            session.progress.note(f"{work.place.label}: {'reverted' if done else 'nothing to revert'}")
+        if trees_only(session.options) and works and not session.options.dry_run:
+            session.write_tree_record()
+    _show_skipped(session)
+    return ExitCode.DONE, {"reverted": reverted, "skipped": session.skipped}
+
+
+def export(session: Session, output: Path | None) -> Result:
+    """Write the applied series of each tree or checkout as files."""
+    folder = output or session.options.build / session.pin.name / "export"
+    out = {}
+    for work in session.places(create=False):
+        assert isinstance(work.place, GitPlace)
+        out[work.place.target] = export_place(work.place, folder / work.place.target)
+        done = out[work.place.target]
+        session.progress.note(f"{work.place.label}: {len(done['files'])} files in {done['folder']}")
+        session.progress.note(f"{work.place.label}: integration.lock.json {done['lab_lock']}")
+    _show_skipped(session)
+    if not out:
+        raise NeaptideError("nothing is applied", wanted="an applied series", todo="Run `neaptide apply` first.")
+    return ExitCode.DONE, {"targets": out}
+
+
+def pins(session: Session) -> Result:
+    """The pins of the repository."""
+    root, rows, out = session.options.root, [], {}
+    for name in pin_names(root):
+        pin = load_pin(root, name)
+        out[name] = {
+            "description": pin.description,
+            "locked": lock_path(root, name).is_file(),
+            "targets": {t: a.described for t, a in sorted(pin.targets.items())},
+        }
+        rows.append([name, ", ".join(a.described for a in pin.targets.values()), pin.description])
+    session.progress.table("pins", ("pin", "artefacts", ""), rows)
+    return ExitCode.DONE, {"pins": out}
+
+
+def lock_pin(session: Session) -> Result:
+    """Record guards, file hashes and tree ids of the whole series on the pin's own artefacts."""
+    works = session.places(create=True)
+    locks = dict(session.locks)
+    with session.locked(works):
+        for work in works:
+            place = work.place
+            if not isinstance(place, GitPlace) or (
+                work.artefact.commit is not None and place.base() != work.artefact.commit
+            ):
+                raise NeaptideError(
+                    "not the pin's own artefact", wanted=work.artefact.described, todo="Check that commit out.",
+                    where=place.label,
+                )  # fmt: skip
+            place.require_clean()
+            plan = session.plan(work, session.series(place.target), recording=True)
+            show_plan(plan, place.label, frozenset(), session.progress)
+            code = plan.exit_code()
+            if code is not ExitCode.DONE:
+                return code, {"targets": {place.target: plan_dict(plan, frozenset())}, "written": False}
+            verify.check_plan(plan, place)
+            hashes = file_hashes(plan)
+            end, _ = place.build(plan)
+            locks[place.target] = TargetLock(
+                guards=recorded_guards(plan),
+                before={p: h["before"] for p, h in hashes.items()},
+                after={p: h["after"] or "" for p, h in hashes.items()},
+                tree_before=place.repo.tree(place.base()),
+                tree_after=place.repo.tree(end),
+                patches={p.patch.name: p.patch.digest for p in plan.patches if p.status is Status.CLEAN},
+            )
+    path, data = lock_path(session.options.root, session.pin.name), encode_lock(session.pin.name, locks)
+    changed = not path.is_file() or path.read_bytes() != data
+    if changed and not session.options.dry_run:
+        write_bytes(path, data)
+    session.progress.note(f"{path.name}: {'written' if changed else 'unchanged'}")
+    return ExitCode.DONE, {"lock": path.name, "written": changed and not session.options.dry_run}

@@ -1,0 +1,54 @@
+"""Exit codes and the one error type whose text reaches a person."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a command's exit status means; the same for every command."""
+
+    DONE = 0
+    FINDINGS = 1
+    BAD_INPUT = 2
+    CONFLICT = 3
+    DRIFT = 4
+    UNVERIFIED = 5
+
+
+class NeaptideError(Exception):
+    """A refusal: what was found, what was wanted, what to do next.
+
+    Args:
+        found: the observation, as a clause.
+        wanted: what would have been right.
+        todo: the next step for the reader.
+        where: file, symbol, patch or command line argument concerned.
+        code: the exit status.
+    """
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        wanted: str,
+        todo: str,
+        where: str = "",
+        code: ExitCode = ExitCode.BAD_INPUT,
+    ) -> None:
+        self.found = found
+        self.wanted = wanted
+        self.todo = todo
+        self.where = where
+        self.code = code
+        place = f"{where}: " if where else ""
+        super().__init__(f"{place}{found}; wanted {wanted}. {todo}")
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "code": int(self.code),
+            "found": self.found,
+            "todo": self.todo,
+            "wanted": self.wanted,
+            "where": self.where,
+        }

@@ -1,0 +1,143 @@
+"""The applied series as files: a format-patch series, one integration patch, and the lab's lock."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from neaptide import __version__, disk, jsonfile
+from neaptide.errors import NeaptideError
+from neaptide.git import DIFF_OPTIONS
+from neaptide.gitplace import GitPlace
+from neaptide.places import Record, State
+
+_FORMAT_CONFIG = (
+    "format.signOff=false", "format.useAutoBase=false", "format.suffix=.patch", "format.subjectPrefix=PATCH",
+    "format.outputDirectory=", "format.noprefix=false", "format.forceInBodyFrom=false",
+)  # fmt: skip
+MANIFEST = "manifest.json"
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def export_place(place: GitPlace, folder: Path) -> dict[str, Any]:
+    """Write ``folder`` anew from what is applied at ``place``; the same input gives the same bytes.
+
+    Returns:
+        What was written: file names with sha256, and why the lab's lock was left out, if it was.
+    """
+    record = place.record()
+    if place.state() is not State.APPLIED or record is None:
+        raise NeaptideError(
+            f"the tree is {place.state()}", wanted="an applied series", todo="Run `neaptide apply` first.",
+            where=place.label,
+        )  # fmt: skip
+    files = _series_files(place, record)
+    patch = place.repo.run("diff", *DIFF_OPTIONS, record.base["commit"], record.result["commit"], diff=True)
+    files["integration.patch"] = patch
+    manifest = _manifest(place, record, files)
+    files[MANIFEST] = jsonfile.encode(manifest)
+    without_lock = _no_lab_lock(place)
+    if not without_lock:
+        files["integration.lock.json"] = jsonfile.encode(_lab_lock(place, record, manifest["name"], files))
+    _replace_folder(folder, files)
+    return {
+        "files": {name: _sha256(data) for name, data in sorted(files.items())},
+        "folder": str(folder),
+        "lab_lock": without_lock or "written",
+        "target": place.target,
+        "tree": record.result["tree"],
+    }
+
+
+def _series_files(place: GitPlace, record: Record) -> dict[str, bytes]:
+    scratch = place.folder / "export"
+    shutil.rmtree(scratch, ignore_errors=True)
+    config = [c for item in _FORMAT_CONFIG for c in ("-c", item)]
+    place.repo.run(
+        *config, "format-patch", "--output-directory", str(scratch), "--no-signature", "--zero-commit",
+        "--no-stat", "--no-cover-letter", "--no-numbered", "--no-thread", "--no-attach", "--no-add-header",
+        "--no-to", "--no-cc", "--encode-email-headers", *DIFF_OPTIONS,
+        f"{record.base['commit']}..{record.result['commit']}", diff=True,
+    )  # fmt: skip
+    files = {p.name: p.read_bytes() for p in sorted(scratch.glob("*.patch"))}
+    shutil.rmtree(scratch)
+    return files
+
+
+def _manifest(place: GitPlace, record: Record, files: dict[str, bytes]) -> dict[str, Any]:
+    return {
+        "artefact": dict(record.artefact),
+        "base_tree": record.base["tree"],
+        "files": {name: _sha256(data) for name, data in sorted(files.items())},
+        "name": f"neaptide-{place.pin.name}-{place.target}",
+        "patches": [{k: p[k] for k in ("digest", "id", "status")} for p in record.patches],
+        "result_tree": record.result["tree"],
+        "schema_version": 1,
+        "tool_version": __version__,
+    }
+
+
+def _no_lab_lock(place: GitPlace) -> str:
+    """Why the lab's lock cannot be written here, or nothing."""
+    record = place.record()
+    if record is not None and record.artefact.get("sdist"):
+        return "not written: an sdist is no commit of a repository; export from a checkout"
+    if not _repository(place):
+        return "not written: neither the pin nor a remote named origin says which repository this is"
+    return ""
+
+
+def _repository(place: GitPlace) -> str:
+    if place.artefact.repository:
+        return place.artefact.repository
+    remotes = place.repo.text("remote").split()
+    url = place.repo.text("remote", "get-url", "origin") if "origin" in remotes else ""
+    return re.sub(r"^(\w+://)[^/@]*@", r"\1", url)
+
+
+def _lab_lock(place: GitPlace, record: Record, name: str, files: dict[str, bytes]) -> dict[str, Any]:
+    """``integration.lock.json`` in the shape that the lab's image builds read."""
+    base = record.base["commit"]
+    ref = place.artefact.ref if base == place.artefact.commit else None
+    return {
+        "base": {"commit": base, "ref": ref or _ref_of(place, base), "repository": _repository(place)},
+        "manifest": {"sha256": _sha256(files[MANIFEST])},
+        "name": name,
+        "pull_requests": [],
+        "result": {
+            "patch": "integration.patch",
+            "patch_sha256": _sha256(files["integration.patch"]),
+            "tree": record.result["tree"],
+        },
+        "schema_version": 1,
+    }
+
+
+def _ref_of(place: GitPlace, commit: str) -> str:
+    """A ref that contains the base: the branch at HEAD, else the first remote or tag that does."""
+    head = place.repo.head_ref()
+    if head != "HEAD":
+        return head
+    refs = place.repo.text("for-each-ref", "--contains", commit, "--count=1", "--format=%(refname)")
+    return refs or commit
+
+
+def _replace_folder(folder: Path, files: dict[str, bytes]) -> None:
+    """Bring ``folder`` to exactly ``files``; a folder that is not an earlier export is refused."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
+        raise NeaptideError(
+            "the folder holds other files", wanted="an earlier export, or an empty folder",
+            todo="Choose another folder with --output.", where=str(folder),
+        )  # fmt: skip
+    for name, data in sorted(files.items()):
+        if not (folder / name).is_file() or (folder / name).read_bytes() != data:
+            disk.write_bytes(folder / name, data)
+    for old in sorted(folder.iterdir()):
+        if old.name not in files:
+            disk.remove(old)

@@ -1,0 +1,119 @@
+"""What a series can be applied to, and the record that each target keeps of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from neaptide import __version__, jsonfile
+from neaptide.outcomes import Plan, drift_key
+
+LOCK_NAME = "neaptide.lock.json"
+Accepted = frozenset[tuple[str, str, str]]
+
+
+class State(StrEnum):
+    """What is on disk at a target."""
+
+    ABSENT = "absent"
+    PRISTINE = "pristine"
+    APPLIED = "applied"
+    MODIFIED = "modified"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class Record:
+    """``neaptide.lock.json``: what was applied to a target, and on what.
+
+    Attributes:
+        base, result: identity of the tree before and after, ``commit`` and ``tree`` for git
+            places; empty for an installed distribution, where ``files`` says it all.
+        patches: id, digest, status and (git) commit of each patch, in order.
+        files: sha256 before (None: absent) and after, by path inside the package.
+        accepted: drift that somebody has read, as (patch, edit key, site guard).
+    """
+
+    pin: str
+    target: str
+    artefact: Mapping[str, str]
+    base: Mapping[str, str]
+    result: Mapping[str, str]
+    patches: Sequence[Mapping[str, str]]
+    files: Mapping[str, Mapping[str, str | None]]
+    accepted: Accepted
+    tool_version: str = __version__
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "accepted_drift": [{"edit": e, "patch": p, "site_guard": g} for p, e, g in sorted(self.accepted)],
+            "artefact": dict(self.artefact),
+            "base": dict(self.base),
+            "files": {k: dict(v) for k, v in self.files.items()},
+            "patches": [dict(p) for p in self.patches],
+            "pin": self.pin,
+            "result": dict(self.result),
+            "schema_version": 1,
+            "target": self.target,
+            "tool_version": self.tool_version,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Record:
+        return cls(
+            pin=data["pin"],
+            target=data["target"],
+            artefact=data["artefact"],
+            base=data["base"],
+            result=data["result"],
+            patches=data["patches"],
+            files=data["files"],
+            accepted=frozenset((d["patch"], d["edit"], d["site_guard"]) for d in data["accepted_drift"]),
+            tool_version=data["tool_version"],
+        )
+
+
+def load_record(path: Path) -> Record | None:
+    return Record.from_dict(jsonfile.read(path)) if path.is_file() else None
+
+
+def sha256(data: bytes | None) -> str | None:
+    return None if data is None else hashlib.sha256(data).hexdigest()
+
+
+def file_hashes(plan: Plan) -> dict[str, dict[str, str | None]]:
+    return {
+        path: {"after": sha256(data), "before": sha256(plan.subject.read(path))}
+        for path, data in sorted(plan.files.items())
+    }
+
+
+def patch_rows(plan: Plan) -> list[dict[str, str]]:
+    return [{"digest": p.patch.digest, "id": p.patch.id, "status": p.status.value} for p in plan.patches]
+
+
+def accepted_in(plan: Plan, patches: Sequence[str], known: Accepted) -> Accepted:
+    """Drift of ``plan`` that is accepted: named now by patch, or remembered from before."""
+    drift = {drift_key(o) for o in plan.outcomes if o.status == "drift"}
+    return frozenset(d for d in drift if d in known or d[0] in patches)
+
+
+class Place(Protocol):
+    """A tree that a series is applied to. ``root`` holds the package folder."""
+
+    target: str
+    label: str
+
+    def state(self) -> State: ...
+    def recover(self) -> str: ...
+    def record(self) -> Record | None: ...
+    def accepted(self) -> Accepted: ...
+    def read(self, path: str) -> bytes | None: ...
+    def modules(self) -> dict[str, bytes]: ...
+    def write(self, plan: Plan, accepted: Accepted) -> bool: ...
+    def revert(self) -> bool: ...
+    def package_parent(self) -> Path: ...

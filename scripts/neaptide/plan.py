@@ -1,0 +1,173 @@
+"""Planning a whole series in memory: every edit of every patch gets a typed outcome, nothing is written."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+from neaptide.anchor import check_rule, find
+from neaptide.edits import SeriesState, make_edit, resolve_edit, span_of, unmet_expectation
+from neaptide.errors import NeaptideError
+from neaptide.guard import module_guard
+from neaptide.model import Condition, Edit, Patch, expand, expand_edit
+from neaptide.operations import Unplaceable
+from neaptide.outcomes import WORST_LAST, EditOutcome, Guards, PatchPlan, Plan, Status, Subject
+from neaptide.series import after_closure, applicable, applies_to, edits_for, overlay_source, overlays_for
+from neaptide.symbols import MODULE, find_symbol
+from neaptide.text import Source
+
+
+def plan_series(subject: Subject, patches: Sequence[Patch]) -> Plan:
+    """Plan every patch; all outcomes are reported, never only the first.
+
+    Raises:
+        NeaptideError: for input that is wrong whatever the tree says (overlapping edits of
+            one patch, a rule that does not parse, an edit with no recorded guard).
+    """
+    series = SeriesState(subject, patches)
+    return Plan(subject, tuple(_plan_patch(series, patch) for patch in patches))
+
+
+def _plan_patch(series: SeriesState, patch: Patch) -> PatchPlan:
+    subject = series.subject
+    if not applies_to(patch, subject.version):
+        detail = f"nothing for {subject.target} {subject.version}"
+        return PatchPlan(patch, Status.NOT_APPLICABLE, (), {}, detail)
+    for condition, status in (
+        (patch.header.retire_when, Status.RETIRED),
+        (patch.header.superseded_when, Status.SUPERSEDED),
+    ):
+        if condition is not None and _holds(series, condition):
+            return PatchPlan(patch, status, (), {}, _describe(condition))
+    outcomes = _plan_overlays(series, patch)
+    files = {
+        overlay.dest: overlay_source(patch, overlay).read_bytes()
+        for overlay, outcome in zip(overlays_for(patch, subject.version), outcomes, strict=True)
+        if outcome.status is not Status.CONFLICT
+    }
+    keys: Counter[str] = Counter()
+    changed: set[str] = set()
+    for edit in edits_for(patch, subject.version):
+        edit = expand_edit(edit, dict(subject.names))
+        base = f"{edit.file}::{edit.symbol}::{edit.operation.rstrip('_')}"
+        keys[base] += 1
+        key = base if keys[base] == 1 else f"{base}#{keys[base]}"
+        outcome = _plan_edit(series, patch, edit, key)
+        outcomes.append(outcome)
+        if outcome.status is not Status.CONFLICT:
+            changed.add(edit.file)
+    for path in sorted(changed):
+        files[path] = series.working[path].source.text.encode("utf-8")
+    status = max((o.status for o in outcomes), key=WORST_LAST.index)
+    return PatchPlan(patch, status, tuple(outcomes), files)
+
+
+def _holds(series: SeriesState, condition: Condition) -> bool:
+    if condition.version is not None:
+        return applicable(condition.version, series.subject.version)
+    assert condition.anchor is not None
+    anchor = condition.anchor
+    source = series.source(anchor.file)
+    symbol = find_symbol(source.tree, anchor.symbol) if source is not None else None
+    if source is None or symbol is None:
+        return False
+    if anchor.match is None:
+        return True
+    rule = expand(anchor.match, dict(series.subject.names))
+    check_rule(rule, f"{anchor.file} {anchor.symbol}")
+    return bool(find(source, rule, span_of(source, symbol)))
+
+
+def _describe(condition: Condition) -> str:
+    if condition.version is not None:
+        return f"version {condition.version}"
+    assert condition.anchor is not None
+    return f"{condition.anchor.file} has {condition.anchor.symbol} with the anchored code"
+
+
+def _plan_overlays(series: SeriesState, patch: Patch) -> list[EditOutcome]:
+    """Outcomes of the overlay files, in the order of ``overlays_for``."""
+    outcomes = []
+    for overlay in overlays_for(patch, series.subject.version):
+        key = f"overlay:{overlay.dest}"
+        outcome = partial(EditOutcome, patch.name, key, overlay.dest, MODULE)
+        current = series.subject.read(overlay.dest)
+        taken = overlay.dest in series.overlaid or overlay.dest in series.working
+        series.overlaid.add(overlay.dest)
+        if taken:
+            outcomes.append(outcome(Status.CONFLICT, "another patch of the series writes this file"))
+        elif overlay.mode == "new" and current is not None:
+            outcomes.append(outcome(Status.CONFLICT, "upstream already has a file of this name"))
+        elif overlay.mode == "new":
+            outcomes.append(outcome(Status.CLEAN))
+        elif current is None:
+            outcomes.append(outcome(Status.CONFLICT, "the module to replace is missing"))
+        else:
+            guards = Guards(module_guard(current), "")
+            outcomes.append(_judge(series, patch, key, overlay.dest, MODULE, guards))
+    return outcomes
+
+
+def _plan_edit(series: SeriesState, patch: Patch, edit: Edit, key: str) -> EditOutcome:
+    where = f"{patch.id}: {edit.file} {edit.symbol}"
+    for rule in [*([edit.match] if edit.match is not None else []), *edit.expectations]:
+        check_rule(rule, where)
+    if edit.file in series.overlaid:
+        raise NeaptideError(
+            "an edit targets a file that an overlay module replaces", wanted="the change in the overlay itself",
+            todo="Move it there.", where=where,
+        )  # fmt: skip
+    try:
+        allowed = after_closure(patch, series.patches)
+        guards = resolve_edit(series, patch, edit, where, allowed)
+        make_edit(series, patch, edit, allowed)
+    except Unplaceable as reason:
+        return EditOutcome(patch.name, key, edit.file, edit.symbol, Status.CONFLICT, str(reason))
+    unmet = unmet_expectation(series, edit)
+    if unmet:
+        detail = f"post-condition not met: {unmet}"
+        return EditOutcome(patch.name, key, edit.file, edit.symbol, Status.UNMET, detail, guards)
+    return _judge(series, patch, key, edit.file, edit.symbol, guards)
+
+
+def _judge(series: SeriesState, patch: Patch, key: str, file: str, symbol: str, found: Guards) -> EditOutcome:
+    """Clean, moved or drift, by the guards that the pin's lock holds."""
+    outcome = partial(EditOutcome, patch.name, key, file, symbol, guards=found)
+    recording = series.subject.guards is None
+    if recording or not found.symbol:
+        return outcome(Status.CLEAN)
+    recorded = (series.subject.guards or {}).get(patch.name, {}).get(key)
+    if recorded is None:
+        raise NeaptideError(
+            "the pin's lock holds no guard for this edit", wanted="a recorded guard",
+            todo="Run `neaptide pins --lock PIN` and review what it writes.",
+            where=f"{patch.id}: {file} {symbol}",
+        )  # fmt: skip
+    if recorded.symbol == found.symbol:
+        return outcome(Status.CLEAN)
+    change = _upstream_change(series, file, symbol)
+    if recorded.site == found.site and found.site:
+        detail = "the symbol changed, the anchored statement did not"
+        return outcome(Status.MOVED, detail, upstream_change=change)
+    detail = "the anchored statement or a block around it changed"
+    return outcome(Status.DRIFT, detail, upstream_change=change)
+
+
+def _upstream_change(series: SeriesState, file: str, symbol: str) -> str:
+    """Upstream's own old-to-new diff of a symbol, made from the pin's bytes when they are at hand."""
+    old, new = series.subject.original(file), series.source(file)
+    if old is None or new is None:
+        return ""
+    lines = [_symbol_lines(Source(old.decode("utf-8")), symbol), _symbol_lines(new, symbol)]
+    diff = difflib.unified_diff(lines[0], lines[1], f"pin/{file}", f"here/{file}", lineterm="")
+    return "\n".join(diff)
+
+
+def _symbol_lines(source: Source, symbol: str) -> list[str]:
+    node = find_symbol(source.tree, symbol)
+    if node is None:
+        return []
+    start, end = span_of(source, node)
+    return source.text[start:end].splitlines()

@@ -1,0 +1,228 @@
+"""Loading a series: the order file, the patch folders, and what is refused before any upstream is read."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import Version
+
+from neaptide.errors import NeaptideError
+from neaptide.model import Edit, Header, Overlay, Patch
+from neaptide.symbols import MODULE, is_symbol_name
+from neaptide.yamlfile import load_yaml
+
+_NAME = re.compile(r"^[a-z0-9][a-z0-9-]*$")
+CODE_REF = re.compile(r"^(?P<file>[\w./-]+\.py)#(?P<function>[A-Za-z_]\w*)$")
+
+
+def read_series(folder: Path) -> list[str]:
+    """Patch names of ``folder/series`` in order; ``#`` starts a comment."""
+    path = folder / "series"
+    if not path.is_file():
+        raise NeaptideError("no series file", wanted="one patch name a line", todo="Create it.", where=str(path))
+    names: list[str] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        name = line.split("#", 1)[0].strip()
+        if not name:
+            continue
+        if not _NAME.match(name) or name in names:
+            raise NeaptideError(
+                f"{name!r}", wanted="a lower-case patch name, once", todo="Mend that line.",
+                where=f"{path}:{number}",
+            )  # fmt: skip
+        names.append(name)
+    return names
+
+
+def load_series(root: Path, target: str) -> list[Patch]:
+    """All patches of ``patches/TARGET/series``, validated."""
+    folder = root / "patches" / target
+    patches: list[Patch] = []
+    for name in read_series(folder):
+        patches.append(_load_patch(root, target, folder / name))
+        _check_after(patches)
+    return patches
+
+
+def select(patches: Sequence[Patch], only: Iterable[str], without: Iterable[str]) -> list[Patch]:
+    """A subset of the series, which must be closed under ``after``."""
+    only, without = set(only), set(without)
+    known = {p.name for p in patches} | {p.id for p in patches}
+    for name in sorted((only | without) - known):
+        raise NeaptideError(
+            f"no patch {name!r} in the series", wanted=f"one of {', '.join(sorted(p.id for p in patches))}",
+            todo="Check the spelling.",
+        )  # fmt: skip
+    chosen = [p for p in patches if (not only or only & {p.name, p.id}) and not without & {p.name, p.id}]
+    names = {p.name for p in chosen}
+    for patch in chosen:
+        missing = [a for a in patch.header.after if a not in names]
+        if missing:
+            raise NeaptideError(
+                f"{patch.id} is chosen without {', '.join(missing)}", wanted="a set closed under `after`",
+                todo="Choose those too, or leave this patch out.",
+            )  # fmt: skip
+    return chosen
+
+
+def applicable(specifier: str, version: str) -> bool:
+    return Version(version) in SpecifierSet(specifier, prereleases=True)
+
+
+def edits_for(patch: Patch, version: str) -> list[Edit]:
+    """The edits of a patch for one version: the common ones, then those of every era that applies."""
+    if not applicable(patch.header.applies, version):
+        return []
+    edits = list(patch.header.edits)
+    for era in patch.header.eras:
+        if applicable(era.applies, version):
+            edits.extend(era.edits)
+    return edits
+
+
+def overlays_for(patch: Patch, version: str) -> list[Overlay]:
+    if not applicable(patch.header.applies, version):
+        return []
+    return [o for o in patch.header.overlay if applicable(o.applies, version)]
+
+
+def overlay_source(patch: Patch, overlay: Overlay) -> Path:
+    """The overlay file in the repository: ``overlay/TARGET/SRC`` beside ``patches``."""
+    return patch.folder.parents[2] / "overlay" / patch.target / overlay.src
+
+
+def applies_to(patch: Patch, version: str) -> bool:
+    """Whether a patch has anything to do at a version."""
+    eras = patch.header.eras
+    if eras and not any(applicable(e.applies, version) for e in eras):
+        return False
+    return bool(edits_for(patch, version) or overlays_for(patch, version))
+
+
+def _load_patch(root: Path, target: str, folder: Path) -> Patch:
+    path = folder / "patch.yaml"
+    if not path.is_file():
+        raise NeaptideError(
+            "no patch.yaml", wanted=f"a folder for the series entry {folder.name}",
+            todo="Create it or take the line out of the series.", where=str(path),
+        )  # fmt: skip
+    header = load_yaml(path, Header)
+    _check_header(path, header)
+    for edit in [*header.edits, *(e for era in header.eras for e in era.edits)]:
+        _check_edit(folder, edit)
+    sources = [root / "overlay" / target / o.src for o in header.overlay]
+    for overlay, source in zip(header.overlay, sources, strict=True):
+        _check_overlay(path, header, overlay, source)
+    return Patch(target=target, name=folder.name, folder=folder, header=header, digest=_digest(folder, sources))
+
+
+def _digest(folder: Path, sources: Sequence[Path]) -> str:
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
+    total = hashlib.sha256()
+    for path in [*files, *sources]:
+        name = path.relative_to(folder).as_posix() if path in files else path.name
+        total.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def _refuse(path: Path, found: str, wanted: str, todo: str = "Mend the patch.") -> NeaptideError:
+    return NeaptideError(found, wanted=wanted, todo=todo, where=str(path))
+
+
+def _check_header(path: Path, header: Header) -> None:
+    specifiers = [header.applies, *(o.applies for o in header.overlay), *(e.applies for e in header.eras)]
+    conditions = [c for c in (header.retire_when, header.superseded_when) if c is not None]
+    specifiers += [c.version for c in conditions if c.version is not None]
+    for text in specifiers:
+        try:
+            SpecifierSet(text)
+        except InvalidSpecifier as error:
+            raise _refuse(path, f"{text!r}", "version specifiers such as '>=1.1,<1.2.6'") from error
+    for condition in conditions:
+        if (condition.version is None) == (condition.anchor is None):
+            raise _refuse(path, "a condition without exactly one of version and anchor", "one of the two")
+    if not header.forwarded.startswith("https://") and header.forwarded not in ("no", "not-needed"):
+        raise _refuse(path, f"forwarded: {header.forwarded!r}", "an https URL, no, or not-needed")
+    if not (header.edits or header.eras or header.overlay):
+        raise _refuse(path, "neither edits, eras nor overlay", "something to apply")
+
+
+def _check_edit(folder: Path, edit: Edit) -> None:
+    path = folder / "patch.yaml"
+    where = f"edit of {edit.file} {edit.symbol}"
+    inside_package(path, edit.file)
+    if len(edit.operations) != 1 or edit.delete is False:
+        found = ", ".join(edit.operations) or "no operation"
+        raise _refuse(path, f"{where}: {found}", "exactly one operation")
+    operation = edit.operation
+    if not is_symbol_name(edit.symbol):
+        raise _refuse(path, where, "a symbol such as Outer.inner, name#2, NAME or <module>")
+    if (operation == "import_") != (edit.symbol == MODULE):
+        raise _refuse(path, f"{where}: {operation.rstrip('_')}", "import on <module>, and nothing else there")
+    if operation in ("before", "after", "wrap", "argument", "delete") and edit.match is None:
+        raise _refuse(path, f"{where}: {operation} without match", "a match rule")
+    if operation in ("default", "constant", "import_") and edit.match is not None:
+        raise _refuse(path, f"{where}: {operation.rstrip('_')} with match", "no match rule")
+    if operation != "import_" and not edit.expectations:
+        raise _refuse(path, f"{where}: no expect", "a rule about upstream's code around the edit")
+    if (edit.count != 1) != bool(edit.count_reason):
+        raise _refuse(path, f"{where}: count {edit.count}", "count_reason, and only with a count above 1")
+    if edit.wrap is not None and "$MATCH" not in edit.wrap:
+        raise _refuse(path, f"{where}: wrap without $MATCH", "$MATCH where the matched text goes")
+    _check_code_refs(folder, edit)
+
+
+def _check_code_refs(folder: Path, edit: Edit) -> None:
+    for name in edit.operations:
+        value = getattr(edit, name)
+        found = CODE_REF.match(value) if isinstance(value, str) else None
+        if found is None:
+            continue
+        source = folder / found["file"]
+        if not source.is_file():
+            raise _refuse(folder / "patch.yaml", f"no file {found['file']}", "the code that the edit names")
+        names = {n.name for n in ast.parse(source.read_text()).body if isinstance(n, ast.FunctionDef)}
+        if found["function"] not in names:
+            raise _refuse(source, f"no function {found['function']}", f"one of {sorted(names)}")
+
+
+def _check_overlay(path: Path, header: Header, overlay: Overlay, source: Path) -> None:
+    inside_package(path, overlay.src)
+    inside_package(path, overlay.dest)
+    if not source.is_file():
+        raise _refuse(path, f"no overlay file {overlay.src}", f"the file {source}")
+    edited = {e.file for e in [*header.edits, *(e for era in header.eras for e in era.edits)]}
+    if overlay.dest in edited:
+        raise _refuse(path, f"an edit targets the overlay file {overlay.dest}", "the change in the overlay itself")
+
+
+def inside_package(path: Path, name: str) -> None:
+    """Refuse a path that leaves the package."""
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or "\\" in name or not pure.parts:
+        raise _refuse(path, f"the path {name!r} leaves the package", "a path inside the package")
+
+
+def _check_after(patches: Sequence[Patch]) -> None:
+    last = patches[-1]
+    earlier = {p.name for p in patches[:-1]}
+    for name in last.header.after:
+        if name not in earlier:
+            raise _refuse(last.folder / "patch.yaml", f"after: {name!r}", "a patch that stands earlier in the series")
+
+
+def after_closure(patch: Patch, patches: Sequence[Patch]) -> set[str]:
+    """Names of all patches that ``patch`` comes after, directly or not."""
+    by_name = {p.name: p for p in patches}
+    todo, seen = list(patch.header.after), set()
+    while todo:
+        name = todo.pop()
+        if name in by_name and name not in seen:
+            seen.add(name)
+            todo.extend(by_name[name].header.after)
+    return seen

@@ -1,0 +1,276 @@
+"""From command-line options to places, plans and writes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from neaptide import archive, jsonfile
+from neaptide.disk import write_bytes
+from neaptide.errors import NeaptideError
+from neaptide.fetch import check_sha256, sdist_path
+from neaptide.git import Repo
+from neaptide.gitplace import GitPlace, create_tree
+from neaptide.installed import InstalledPlace, find_distribution, search_path
+from neaptide.model import Patch
+from neaptide.outcomes import Guards, Plan, Reader, Subject
+from neaptide.output import Progress
+from neaptide.pins import (
+    DEFAULT_PIN,
+    TargetLock,
+    TargetPin,
+    load_lock,
+    load_pin,
+    pin_of_commit,
+)
+from neaptide.places import LOCK_NAME, Record, State
+from neaptide.plan import plan_series
+from neaptide.series import load_series, select
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a command was asked for."""
+
+    root: Path
+    build: Path
+    pin: str | None = None
+    targets: tuple[str, ...] = ()
+    checkouts: dict[str, Path] = field(default_factory=dict)
+    sdists: dict[str, Path] = field(default_factory=dict)
+    installed: bool = False
+    python: Path | None = None
+    only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    accept: tuple[str, ...] = ()
+    frozen: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """One target of a command: where, at which artefact, with which recorded checks."""
+
+    place: GitPlace | InstalledPlace
+    artefact: TargetPin
+    lock: TargetLock | None
+
+
+class Session:
+    """Options resolved against the repository: the pin, its locks, and the places."""
+
+    def __init__(self, options: Options, progress: Progress) -> None:
+        self.options, self.progress = options, progress
+        self.pin = load_pin(options.root, options.pin or self._implied_pin())
+        self.locks = load_lock(options.root, self.pin.name)
+        self.skipped: dict[str, str] = {}
+        self._check_targets()
+
+    def _implied_pin(self) -> str:
+        """A checkout at a pin's commit (or with the series on it) means that pin; else the default."""
+        for target, folder in self.options.checkouts.items():
+            if not folder.is_dir():
+                continue
+            repo = Repo(folder)
+            commits = {repo.head()} if repo.is_top() else set()
+            record_path = repo.path("neaptide") / LOCK_NAME if commits else None
+            if record_path is not None and record_path.is_file():
+                record = Record.from_dict(jsonfile.read(record_path))
+                commits.add(record.base.get("commit", ""))
+            found = pin_of_commit(self.options.root, target, commits)
+            if found is not None:
+                return found
+        return DEFAULT_PIN
+
+    def _check_targets(self) -> None:
+        asked = {*self.options.targets, *self.options.checkouts, *self.options.sdists}
+        for target in sorted(asked - set(self.pin.targets)):
+            raise NeaptideError(
+                f"no target {target!r} in the pin {self.pin.name}",
+                wanted=f"one of {', '.join(sorted(self.pin.targets))}",
+                todo="Check the spelling, or choose another pin.",
+            )  # fmt: skip
+
+    @property
+    def targets(self) -> list[str]:
+        if self.options.checkouts:
+            return sorted(self.options.checkouts)
+        return sorted(self.options.targets or self.pin.targets)
+
+    # Places
+
+    def tree_folder(self, target: str) -> Path:
+        return self.options.build / self.pin.name / target
+
+    def places(self, *, create: bool) -> list[Work]:
+        """The places of the command; with ``create``, missing trees are fetched and unpacked."""
+        works: list[Work] = []
+        for target in self.targets:
+            artefact = self.pin.targets[target]
+            place = self._place(target, artefact, create=create)
+            if place is not None:
+                works.append(Work(place, artefact, self.locks.get(target)))
+        if not works and self.options.installed:
+            raise NeaptideError(
+                "; ".join(self.skipped.values()), wanted="at least one of the pin's packages installed",
+                todo="Install it, or name its interpreter with --python.", where="--installed",
+            )  # fmt: skip
+        return works
+
+    def _place(self, target: str, artefact: TargetPin, *, create: bool) -> GitPlace | InstalledPlace | None:
+        if self.options.installed:
+            found = find_distribution(artefact.package, search_path(self.options.python))
+            if found is None:
+                self.skipped[target] = f"{artefact.package} is not installed"
+                return None
+            return InstalledPlace(found, target, self.pin, artefact, self.locks.get(target))
+        if target in self.options.checkouts:
+            return GitPlace(self.options.checkouts[target], target, self.pin, artefact)
+        if artefact.sdist is None:
+            raise NeaptideError(
+                f"{artefact.described} is a git commit, not on PyPI", wanted=f"--checkout {target}=DIR",
+                todo="Clone the repository and give its folder.", where=f"pin {self.pin.name}",
+            )  # fmt: skip
+        top = self.tree_folder(target)
+        if create:
+            self._ensure_tree(top, target, artefact)
+        if not top.is_dir():
+            self.skipped[target] = f"{top} does not exist"
+            return None
+        return GitPlace(top, target, self.pin, artefact)
+
+    def _ensure_tree(self, top: Path, target: str, artefact: TargetPin) -> None:
+        """An unpacked sdist with its base commit, made whole beside its place and moved there."""
+        if top.exists():
+            place = GitPlace(top, target, self.pin, artefact)
+            record = place.record()
+            if record is not None and record.artefact.get("sha256") == artefact.sha256:
+                return
+            if place.state() not in (State.PRISTINE, State.APPLIED):
+                raise NeaptideError(
+                    "a tree of another artefact, with changes", wanted=f"{artefact.described}, or no folder",
+                    todo="Move the folder away.", where=str(top),
+                )  # fmt: skip
+            shutil.rmtree(top)
+        source = self._sdist(target, artefact)
+        Repo(Path(os.path.sep))  # git must be there before anything is unpacked
+        staging = top.parent / f".{top.name}.new"
+        shutil.rmtree(staging, ignore_errors=True)
+        self.progress.note(f"unpacking {artefact.sdist}")
+        name = (artefact.sdist or "").removesuffix(".tar.gz")
+        archive.unpack(source, name, staging / name)
+        tree = staging / name
+        create_tree(tree, self.pin.date)
+        repo = Repo(tree)
+        base = {"commit": repo.head(), "tree": repo.tree("HEAD")}
+        record = Record(
+            pin=self.pin.name, target=target, base=base, result=base, patches=[], files={},
+            artefact={"sdist": artefact.sdist or "", "sha256": artefact.sha256 or "",
+                      "package": artefact.package, "version": artefact.version},
+            accepted=frozenset(),
+        )  # fmt: skip
+        write_bytes(repo.path("neaptide") / LOCK_NAME, jsonfile.encode(record.as_dict()))
+        os.replace(tree, top)
+        shutil.rmtree(staging)
+
+    def _sdist(self, target: str, artefact: TargetPin) -> Path:
+        given = self.options.sdists.get(target)
+        if given is None:
+            return sdist_path(artefact, frozen=self.options.frozen, progress=self.progress)
+        if not given.is_file():
+            raise NeaptideError(
+                "no such file", wanted=artefact.sdist or "", todo="Check the path.", where=f"--sdist {target}={given}"
+            )
+        check_sha256(given, artefact)
+        return given
+
+    # Plans
+
+    def series(self, target: str) -> list[Patch]:
+        return load_series(self.options.root, target)
+
+    def chosen(self, target: str) -> list[Patch]:
+        """The series, or the part of it that was asked for."""
+        patches = self.series(target)
+        known = {n for t in self.targets for p in self.series(t) for n in (p.id, p.name)}
+        for name in (*self.options.only, *self.options.without, *self.options.accept):
+            if name not in known:
+                raise NeaptideError(
+                    f"no patch {name!r} in the series",
+                    wanted=f"one of {', '.join(sorted(n for n in known if '/' in n))}",
+                    todo="Check the spelling.",
+                )  # fmt: skip
+        mine = {n for p in patches for n in (p.id, p.name)}
+        only = [n for n in self.options.only if n in mine]
+        if self.options.only and not only:
+            return []
+        return select(patches, only, [n for n in self.options.without if n in mine])
+
+    def subject(self, work: Work, guards: dict[str, dict[str, Guards]] | None) -> Subject:
+        return Subject(
+            target=work.place.target,
+            version=work.artefact.version,
+            names=work.artefact.names,
+            read=work.place.reader(),
+            original=self._original(work),
+            guards=guards,
+        )
+
+    def plan(self, work: Work, patches: Sequence[Patch], *, recording: bool = False) -> Plan:
+        recorded = work.lock.guards if work.lock is not None else {}
+        guards = None if recording else {p: dict(edits) for p, edits in recorded.items()}
+        return plan_series(self.subject(work, guards), patches)
+
+    def _original(self, work: Work) -> Reader:
+        """The pin's own bytes, for showing what a checkout's upstream changed; None where not at hand."""
+        artefact, place = work.artefact, work.place
+
+        def read(path: str) -> bytes | None:
+            inside = f"{artefact.package}/{path}"
+            if artefact.commit is not None and isinstance(place, GitPlace):
+                return place.repo.blob(artefact.commit, inside)
+            if artefact.sdist is None:
+                return None
+            try:
+                source = self._sdist(place.target, artefact)
+            except NeaptideError:
+                return None
+            return archive.read_member(source, f"{artefact.sdist.removesuffix('.tar.gz')}/{inside}")
+
+        return read
+
+    def locked(self, works: Sequence[Work]) -> ExitStack:
+        """Hold every place against other neaptide processes."""
+        stack = ExitStack()
+        for work in works:
+            stack.enter_context(work.place.lock())
+        return stack
+
+    def write_tree_record(self) -> None:
+        """``build/PIN/neaptide.lock.json``: the records of all trees of the pin, if they changed."""
+        records = {}
+        for target in sorted(self.pin.targets):
+            top = self.tree_folder(target)
+            if top.is_dir():
+                record = GitPlace(top, target, self.pin, self.pin.targets[target]).record()
+                if record is not None:
+                    records[target] = record.as_dict()
+        path = self.options.build / self.pin.name / LOCK_NAME
+        data = jsonfile.encode({"pin": self.pin.name, "schema_version": 1, "targets": records})
+        if not path.is_file() or path.read_bytes() != data:
+            write_bytes(path, data)
+
+
+def recover_all(works: Sequence[Work], progress: Progress) -> None:
+    for work in works:
+        note = work.place.recover()
+        if note:
+            progress.note(note)
+
+
+def trees_only(options: Options) -> bool:
+    return not options.installed and not options.checkouts
