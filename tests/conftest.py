@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from toy import ToyRepository  # noqa: E402
+from toy import ToyRepository
 
 
 @pytest.fixture

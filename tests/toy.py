@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
-
 from neaptide.cli import main
 
 VERSION = "1.2.0"
@@ -60,9 +59,7 @@ PACKAGE = {"toy/__init__.py": "", "toy/core.py": MODULE, "toy/other.py": OTHER, 
 def git(folder: Path, *args: str) -> str:
     """stdout of a git command in ``folder``, as a person would run it."""
     who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    return subprocess.run(
-        ["git", *who, *args], cwd=folder, check=True, capture_output=True, text=True
-    ).stdout.strip()
+    return subprocess.run(["git", *who, *args], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:

@@ -14,14 +14,16 @@ from neaptide.model import Rule
 from neaptide.text import Source
 
 _META = re.compile(r"\${1,3}([A-Z_][A-Z0-9_]*)")
+_ANONYMOUS = re.compile(r"\$\$\$(?![A-Z_])")
 
 
 @dataclass(frozen=True)
 class Capture:
-    """Captured text, and the indentation of the line on which it begins."""
+    """Captured text, where it stood, and the indentation of the line on which it begins."""
 
     text: str
     indentation: str
+    origin: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def check_rule(rule: Rule, where: str) -> None:
     like a missing anchor.
     """
     for pattern in _patterns(rule):
-        plain = _META.sub(lambda m: m.group(1).lower() + "_", pattern)
+        plain = _META.sub(lambda m: m.group(1).lower() + "_", _ANONYMOUS.sub("any_", pattern))
         root = SgRoot(plain, "python").root()
         if root.find(kind="ERROR") is not None or not plain.strip():
             raise NeaptideError(
@@ -50,8 +52,9 @@ def check_rule(rule: Rule, where: str) -> None:
     try:
         _find_all(SgRoot("", "python").root(), rule)
     except Exception as error:
+        reason = str(error).strip().splitlines()[0]
         raise NeaptideError(
-            f"ast-grep refuses the rule ({error})", wanted="an ast-grep rule", todo="Mend the rule.", where=where
+            f"ast-grep refuses the rule ({reason})", wanted="an ast-grep rule", todo="Mend the rule.", where=where
         ) from error
 
 
@@ -65,8 +68,10 @@ def _patterns(rule: Any) -> list[str]:
         return [rule]
     found: list[str] = []
     for key, value in rule.items():
-        if key == "pattern" and isinstance(value, str):
-            found.append(value)
+        if key == "pattern":
+            text = value.get("context") if isinstance(value, dict) else value
+            found += [text] if isinstance(text, str) else []
+            continue
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dict):
                 found += _patterns(item)
@@ -102,9 +107,9 @@ def _captures(source: Source, node: SgNode, names: list[str]) -> dict[str, Captu
         if several:
             captures[name] = _capture(source, _range(several[0])[0], _range(several[-1])[1])
         else:
-            captures[name] = Capture("", "")
+            captures[name] = Capture("", "", (0, 0))
     return captures
 
 
 def _capture(source: Source, start: int, end: int) -> Capture:
-    return Capture(source.text[start:end], source.line_indentation(start))
+    return Capture(source.text[start:end], source.line_indentation(start), (start, end))

@@ -7,12 +7,15 @@ accepted; 5 verification failed.
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from neaptide import __version__, commands
-from neaptide.errors import ExitCode, NeaptideError
+from neaptide.errors import NeaptideError
 from neaptide.git import GitError
 from neaptide.output import Progress, print_json
 from neaptide.session import Options, Session
@@ -34,8 +37,15 @@ def _pair(text: str) -> tuple[str, Path]:
     return target, Path(folder)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Wrong arguments are refused like any other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        raise NeaptideError(message, wanted="a valid call", todo=f"See `{self.prog} --help`.")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="neaptide", description="Apply, re-check and ship a structural patch series for vLLM and b12x.",
         epilog=(__doc__ or "").split("\n\n", 1)[1],
     )  # fmt: skip
@@ -57,7 +67,7 @@ def _add_options(sub: argparse.ArgumentParser, name: str) -> None:
     add("--sdist", action="append", type=_pair, default=[], metavar="TARGET=FILE", help="an sdist already here")
     if name != "pins" and name != "export":
         add("--installed", action="store_true", help="the installed distributions")
-        add("--python", type=Path, default=None, help="with --installed: the environment of this interpreter")
+        add("--python", default=None, help="with --installed: the environment of this interpreter")
     if name in ("apply", "revert", "pins"):
         add("--dry-run", action="store_true", help="plan and report, write nothing")
     if name == "apply":
@@ -84,10 +94,21 @@ def find_root(given: Path | None) -> Path:
     )
 
 
+def _interpreter(given: str | None) -> Path | None:
+    """An absolute path, its links kept; a bare name is looked up on PATH."""
+    if given is None:
+        return None
+    found = shutil.which(given) if os.path.basename(given) == given else None
+    return Path(found or given).absolute()
+
+
 def _options(args: argparse.Namespace) -> Options:
     root = find_root(args.root)
     get = vars(args).get
     installed = bool(get("installed"))
+    outside = sorted(set(args.target) - {t for t, _ in args.checkout}) if args.checkout else []
+    if outside:
+        raise NeaptideError(f"--target {outside[0]} without its --checkout", wanted="both", todo="Give its folder too.")
     if installed and args.checkout:
         raise NeaptideError("--installed with --checkout", wanted="one of the two", todo="Run the command twice.")
     if get("python") and not installed:
@@ -100,7 +121,7 @@ def _options(args: argparse.Namespace) -> Options:
         checkouts={t: p.resolve() for t, p in args.checkout},
         sdists={t: p.resolve() for t, p in args.sdist},
         installed=installed,
-        python=get("python"),
+        python=_interpreter(get("python")),
         only=tuple(get("patch") or ()),
         without=tuple(get("without") or ()),
         accept=tuple(get("accept_drift") or ()),
@@ -119,22 +140,32 @@ def _run(args: argparse.Namespace, progress: Progress) -> commands.Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     progress = Progress()
+    command = ""
     try:
+        args = build_parser().parse_args(given)
+        command = args.command
         code, out = _run(args, progress)
-    except NeaptideError as error:
-        code, out = error.code, {"error": error.as_dict()}
-        progress.note(f"error: {error}")
-    except GitError as error:
-        code, out = ExitCode.BAD_INPUT, {"error": {"found": str(error)}}
-        progress.note(f"error: git: {error}")
-    except OSError as error:
-        code, out = ExitCode.BAD_INPUT, {"error": {"found": str(error)}}
-        progress.note(f"error: {error}; wanted: a readable and writable place. Check the path and its permissions.")
-    if args.json:
-        print_json({"command": args.command, "exit_code": int(code), **out})
+    except (NeaptideError, GitError, OSError) as error:
+        refusal = _refusal(error)
+        code, out = refusal.code, {"error": refusal.as_dict()}
+        progress.note(f"error: {refusal}")
+    if "--json" in given:
+        print_json({"command": command, "exit_code": int(code), **out})
     return int(code)
+
+
+def _refusal(error: Exception) -> NeaptideError:
+    """Any failure that a person can mend, in the one form they read."""
+    if isinstance(error, NeaptideError):
+        return error
+    if isinstance(error, GitError):
+        text = " ".join(str(error).split())
+        return NeaptideError(f"git failed ({text})", wanted="a sound repository", todo="Run git there by hand.")
+    return NeaptideError(
+        str(error), wanted="a readable and writable place", todo="Check the path, its permissions and the free space."
+    )
 
 
 if __name__ == "__main__":

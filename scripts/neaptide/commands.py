@@ -22,7 +22,7 @@ from neaptide.pins import (
 )
 from neaptide.places import Accepted, State, accepted_in, file_hashes
 from neaptide.report import plan_dict, show_plan
-from neaptide.session import Session, Work, recover_all, trees_only
+from neaptide.session import Session, Work, trees_only
 
 Result = tuple[ExitCode, dict[str, Any]]
 
@@ -30,12 +30,13 @@ Result = tuple[ExitCode, dict[str, Any]]
 def apply(session: Session) -> Result:
     """Plan every target, and write only if nothing stands against any of them."""
     options = session.options
+    chosen = {target: session.chosen(target) for target in session.targets}
     works = session.places(create=True)
     with session.locked(works):
-        recover_all(works, session.progress)
+        session.recover(works)
         for work in works:
             work.place.require_clean()
-        plans = [(w, session.plan(w, session.chosen(w.place.target))) for w in works]
+        plans = [(w, session.plan(w, chosen[w.place.target])) for w in works]
         accepted = {w.place.target: _accepted(w, p, options.accept) for w, p in plans}
         for work, plan in plans:
             show_plan(plan, work.place.label, accepted[work.place.target], session.progress)
@@ -49,14 +50,14 @@ def apply(session: Session) -> Result:
             verify.check_plan(plan, work.place)
             if options.frozen:
                 _check_frozen(work, plan)
-        written = []
-        for work, plan in plans if not options.dry_run else ():
-            if work.place.write(plan, accepted[work.place.target]):
-                written.append(work.place.target)
-        if trees_only(options) and not options.dry_run:
-            session.write_tree_record()
-        for work, plan in plans:
-            out[work.place.target]["smoke"] = _smoke(session, work, plan, undo=work.place.target in written)
+            work.place.precheck(plan)
+        written: list[str] = []
+        try:
+            for work, plan in plans:
+                out[work.place.target]["smoke"] = _write(session, work, plan, accepted[work.place.target], written)
+        finally:
+            if trees_only(options) and not options.dry_run:
+                session.write_tree_record()
         _say_written(session, works, written)
         return ExitCode.DONE, {"skipped": session.skipped, "targets": out, "written": written}
 
@@ -106,19 +107,20 @@ def _check_frozen(work: Work, plan: Plan) -> None:
         )  # fmt: skip
 
 
-def _smoke(session: Session, work: Work, plan: Plan, *, undo: bool) -> dict[str, str]:
-    if session.options.dry_run:
-        return {"detail": "not written", "result": "skipped"}
+def _write(session: Session, work: Work, plan: Plan, accepted: Accepted, written: list[str]) -> dict[str, str]:
+    """Write one target and import what was written; a package that no longer imports is put back."""
+    before = work.place.snapshot()
+    if session.options.dry_run or not work.place.write(plan, accepted):
+        return {"detail": "nothing was written", "result": "skipped"}
     smoke = verify.import_smoke(plan, work.place, session.options.python)
     session.progress.note(f"{work.place.label}: import smoke {smoke.result}: {smoke.detail}")
     if smoke.result == "failed":
-        if undo:
-            work.place.revert()
+        work.place.restore(before)
         raise NeaptideError(
             f"the patched package does not import ({smoke.detail})", wanted="every touched module to import",
-            todo="The tree was put back." if undo else "Run `neaptide revert`.", where=work.place.label,
-            code=ExitCode.UNVERIFIED,
+            todo="The tree was put back; mend the patch.", where=work.place.label, code=ExitCode.UNVERIFIED,
         )  # fmt: skip
+    written.append(work.place.target)
     return {"detail": smoke.detail, "result": smoke.result}
 
 
@@ -212,7 +214,7 @@ def revert(session: Session) -> Result:
     works = session.places(create=False)
     reverted = []
     with session.locked(works):
-        recover_all(works, session.progress)
+        session.recover(works)
         for work in works:
             work.place.require_clean()
         for work in works if not session.options.dry_run else ():
@@ -258,6 +260,7 @@ def pins(session: Session) -> Result:
 
 def lock_pin(session: Session) -> Result:
     """Record guards, file hashes and tree ids of the whole series on the pin's own artefacts."""
+    series = {target: session.series(target) for target in session.targets}
     works = session.places(create=True)
     locks = dict(session.locks)
     with session.locked(works):
@@ -271,7 +274,7 @@ def lock_pin(session: Session) -> Result:
                     where=place.label,
                 )  # fmt: skip
             place.require_clean()
-            plan = session.plan(work, session.series(place.target), recording=True)
+            plan = session.plan(work, series[place.target], recording=True)
             show_plan(plan, place.label, frozenset(), session.progress)
             code = plan.exit_code()
             if code is not ExitCode.DONE:

@@ -57,6 +57,12 @@ def remove_tree(path: Path) -> None:
     checkpoint(f"removed tree {path.name}")
 
 
+def sweep(folder: Path) -> None:
+    """Remove temporary files that interrupted writes left anywhere below ``folder``."""
+    for file in folder.rglob(f"*{TEMPORARY_SUFFIX}") if folder.is_dir() else ():
+        file.unlink(missing_ok=True)
+
+
 def prune_empty(directory: Path, stop: Path) -> None:
     """Remove empty directories from ``directory`` up to, not including, ``stop``."""
     while directory != stop and stop in directory.parents:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from neaptide.anchor import Match, find
 from neaptide.errors import NeaptideError
@@ -16,7 +16,7 @@ from neaptide.outcomes import Guards, Subject
 from neaptide.symbols import (
     FUNCTIONS,
     MODULE,
-    count_symbol,
+    ambiguous_part,
     find_symbol,
     parameter_guard,
     signature_guard,
@@ -88,8 +88,9 @@ def _symbol(source: Source, name: str) -> ast.AST:
     symbol = find_symbol(source.tree, name)
     if symbol is None:
         raise Unplaceable(f"no symbol {name}")
-    if count_symbol(source.tree, name) > 1:
-        raise Unplaceable(f"{name} is defined more than once; say which with {name}#1")
+    part = ambiguous_part(source.tree, name)
+    if part:
+        raise Unplaceable(f"{part} is defined more than once; say which with {part}#1")
     return symbol
 
 
@@ -101,7 +102,8 @@ def _check_count(edit: Edit, found: int) -> None:
 
 def _site(edit: Edit, source: Source, symbol: ast.AST, matches: Sequence[Match]) -> str:
     if edit.operation == "default":
-        assert isinstance(symbol, FUNCTIONS), edit.symbol
+        if not isinstance(symbol, FUNCTIONS):
+            raise Unplaceable("the symbol is not a function")
         return "+".join(parameter_guard(symbol, name) for name in edit.default or {})
     if not matches:
         return signature_guard(symbol) if edit.operation in ("start", "end") else node_guard(symbol)
@@ -153,13 +155,17 @@ def make_edit(series: SeriesState, patch: Patch, edit: Edit, allowed: set[str]) 
     symbol = _symbol(source, edit.symbol)
 
     def keep(start: int, end: int) -> bool:
-        return not working.inside_ours(start, end) - allowed
+        return not working.framed_by(start, end) - allowed
 
     matches: list[Match] = []
     if edit.match is not None:
         matches = find(source, edit.match, span_of(source, symbol), keep)
-        _check_count(edit, len(matches))
+        if len(matches) != edit.count:
+            writers = ", ".join(sorted({o.patch for o in working.owned})) or "nobody"
+            raise Unplaceable(f"the rule has {len(matches)} matches after the edits of {writers}, wanted {edit.count}")
     found = splices(edit, source, symbol, matches, patch.folder)
+    if edit.operation == "after":
+        found = [replace(s, start=at, end=at) for s in found for at in [working.after_ours(s.start)]]
     for splice in found:
         owners = working.owners_at(splice.start, splice.end) - allowed
         if owners:
@@ -171,13 +177,21 @@ def make_edit(series: SeriesState, patch: Patch, edit: Edit, allowed: set[str]) 
         raise Unplaceable(f"the result does not parse ({error.msg}, line {error.lineno})") from error
 
 
+def expectation_span(source: Source, edit: Edit) -> tuple[int, int] | None:
+    """Where ``expect`` is asked: the symbol, or the module where the edit replaces the whole definition."""
+    symbol = find_symbol(source.tree, edit.symbol)
+    if symbol is None:
+        return None
+    whole = edit.operation == "replace" and edit.match is None
+    return span_of(source, source.tree if whole else symbol)
+
+
 def unmet_expectation(series: SeriesState, edit: Edit) -> str:
     """The first ``expect`` rule without a hit that reaches upstream's own text, or nothing."""
     working = series.working[edit.file]
-    symbol = find_symbol(working.source.tree, edit.symbol)
-    if symbol is None:
+    span = expectation_span(working.source, edit)
+    if span is None:
         return f"the symbol {edit.symbol} is gone"
-    span = span_of(working.source, symbol)
     for rule in edit.expectations:
         if not find(working.source, rule, span, lambda s, e: not working.inside_ours(s, e)):
             return f"{rule!r} has no match that reaches upstream's code"

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 from neaptide import __version__, disk, jsonfile
 from neaptide.errors import NeaptideError
-from neaptide.git import DIFF_OPTIONS
+from neaptide.git import DIFF_OPTIONS, Repo, bare_view
 from neaptide.gitplace import GitPlace
 from neaptide.places import Record, State
 
-_FORMAT_CONFIG = (
-    "format.signOff=false", "format.useAutoBase=false", "format.suffix=.patch", "format.subjectPrefix=PATCH",
-    "format.outputDirectory=", "format.noprefix=false", "format.forceInBodyFrom=false",
-)  # fmt: skip
 MANIFEST = "manifest.json"
+LAB_LOCK = "integration.lock.json"
 
 
 def _sha256(data: bytes) -> str:
@@ -37,14 +33,15 @@ def export_place(place: GitPlace, folder: Path) -> dict[str, Any]:
             f"the tree is {place.state()}", wanted="an applied series", todo="Run `neaptide apply` first.",
             where=place.label,
         )  # fmt: skip
-    files = _series_files(place, record)
-    patch = place.repo.run("diff", *DIFF_OPTIONS, record.base["commit"], record.result["commit"], diff=True)
+    with bare_view(place.repo) as view:
+        files = _series_files(view, record)
+        patch = view.run("diff", *DIFF_OPTIONS, record.base["commit"], record.result["commit"])
     files["integration.patch"] = patch
     manifest = _manifest(place, record, files)
     files[MANIFEST] = jsonfile.encode(manifest)
     without_lock = _no_lab_lock(place)
     if not without_lock:
-        files["integration.lock.json"] = jsonfile.encode(_lab_lock(place, record, manifest["name"], files))
+        files[LAB_LOCK] = jsonfile.encode(_lab_lock(place, record, manifest["name"], files))
     _replace_folder(folder, files)
     return {
         "files": {name: _sha256(data) for name, data in sorted(files.items())},
@@ -55,19 +52,14 @@ def export_place(place: GitPlace, folder: Path) -> dict[str, Any]:
     }
 
 
-def _series_files(place: GitPlace, record: Record) -> dict[str, bytes]:
-    scratch = place.folder / "export"
-    shutil.rmtree(scratch, ignore_errors=True)
-    config = [c for item in _FORMAT_CONFIG for c in ("-c", item)]
-    place.repo.run(
-        *config, "format-patch", "--output-directory", str(scratch), "--no-signature", "--zero-commit",
-        "--no-stat", "--no-cover-letter", "--no-numbered", "--no-thread", "--no-attach", "--no-add-header",
-        "--no-to", "--no-cc", "--encode-email-headers", *DIFF_OPTIONS,
-        f"{record.base['commit']}..{record.result['commit']}", diff=True,
+def _series_files(view: Repo, record: Record) -> dict[str, bytes]:
+    scratch = view.top / "export"
+    view.run(
+        "format-patch", "--output-directory", str(scratch), "--no-signature", "--zero-commit", "--no-stat",
+        "--no-cover-letter", "--no-numbered", "--encode-email-headers", *DIFF_OPTIONS,
+        f"{record.base['commit']}..{record.result['commit']}",
     )  # fmt: skip
-    files = {p.name: p.read_bytes() for p in sorted(scratch.glob("*.patch"))}
-    shutil.rmtree(scratch)
-    return files
+    return {p.name: p.read_bytes() for p in sorted(scratch.glob("*.patch"))}
 
 
 def _manifest(place: GitPlace, record: Record, files: dict[str, bytes]) -> dict[str, Any]:
@@ -129,15 +121,31 @@ def _ref_of(place: GitPlace, commit: str) -> str:
 
 
 def _replace_folder(folder: Path, files: dict[str, bytes]) -> None:
-    """Bring ``folder`` to exactly ``files``; a folder that is not an earlier export is refused."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
+    """Bring ``folder`` to ``files``; only what an earlier export lists is removed, and nothing else is touched."""
+    listed = _listed(folder)
+    for name, data in sorted(files.items()):
+        if not (folder / name).is_file() or (folder / name).read_bytes() != data:
+            disk.write_bytes(folder / name, data)
+    for name in sorted(listed - set(files)):
+        disk.remove(folder / name)
+
+
+def _listed(folder: Path) -> set[str]:
+    """File names of the earlier export in ``folder``; refuses a folder that holds something else."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return set()
+    manifest = folder / MANIFEST
+    names = jsonfile.read(manifest, _names_of) if manifest.is_file() else None
+    if names is None:
         raise NeaptideError(
             "the folder holds other files", wanted="an earlier export, or an empty folder",
             todo="Choose another folder with --output.", where=str(folder),
         )  # fmt: skip
-    for name, data in sorted(files.items()):
-        if not (folder / name).is_file() or (folder / name).read_bytes() != data:
-            disk.write_bytes(folder / name, data)
-    for old in sorted(folder.iterdir()):
-        if old.name not in files:
-            disk.remove(old)
+    return names | {MANIFEST, LAB_LOCK}
+
+
+def _names_of(data: Any) -> set[str] | None:
+    """Plain file names that a manifest of ours lists; None for a manifest of somebody else."""
+    if not isinstance(data, dict) or not str(data.get("name", "")).startswith("neaptide-"):
+        return None
+    return {name for name in data["files"] if name == Path(name).name}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +17,7 @@ IDENTITY = "neaptide <neaptide@localhost>"
 _CONFIG = (
     "safe.directory=*", "core.hooksPath=/dev/null", "core.fsmonitor=false", "core.quotePath=true",
     "core.autocrlf=false", "commit.gpgSign=false", "gc.auto=0", "maintenance.auto=false",
-)  # fmt: skip
-_DIFF_CONFIG = (
-    "diff.noprefix=false", "diff.mnemonicPrefix=false", "diff.context=3", "diff.interHunkContext=0",
-    "diff.algorithm=myers", "diff.renames=false", "diff.suppressBlankEmpty=false",
-    "diff.indentHeuristic=true", "format.encodeEmailHeaders=true",
+    "core.attributesFile=/dev/null", "i18n.commitEncoding=UTF-8", "i18n.logOutputEncoding=UTF-8",
 )  # fmt: skip
 DIFF_OPTIONS = ("--binary", "--full-index", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")
 
@@ -53,13 +51,13 @@ class Repo:
         *args: str,
         stdin: bytes | None = None,
         env: Mapping[str, str] | None = None,
-        diff: bool = False,
     ) -> bytes:
         """stdout of a git command; GitError when it fails."""
-        config = [c for item in (*_CONFIG, *(_DIFF_CONFIG if diff else ())) for c in ("-c", item)]
+        config = [c for item in _CONFIG for c in ("-c", item)]
         keep = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         isolated = {
-            "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_TERMINAL_PROMPT": "0",
+            "GIT_ATTR_NOSYSTEM": "1", "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_TERMINAL_PROMPT": "0",
             "LC_ALL": "C", "TZ": "UTC",
         }  # fmt: skip
         done = subprocess.run(
@@ -101,6 +99,9 @@ class Repo:
     def tree(self, commit: str) -> str:
         return self.text("rev-parse", f"{commit}^{{tree}}")
 
+    def object_format(self) -> str:
+        return self.text("rev-parse", "--show-object-format")
+
     def exists(self, commit: str) -> bool:
         try:
             self.run("cat-file", "-e", f"{commit}^{{commit}}")
@@ -139,6 +140,11 @@ class Repo:
         out = self.run("ls-tree", "-r", "-z", "--name-only", "--full-tree", commit, "--", prefix)
         return [p.decode() for p in out.split(b"\0") if p]
 
+    def untracked(self) -> list[str]:
+        """Files that are neither tracked nor ignored."""
+        out = self.run("ls-files", "--others", "--exclude-standard", "-z")
+        return [p.decode() for p in out.split(b"\0") if p]
+
     def dirty(self) -> list[str]:
         """Tracked files that differ from HEAD, in the index or the work tree; untracked ones are left out."""
         out = self.run("status", "--porcelain", "-z", "--untracked-files=no", "--no-renames")
@@ -149,6 +155,7 @@ class Repo:
     ) -> str:
         """A commit on ``parent`` in which ``files`` have the given bytes; only objects are written."""
         env = {"GIT_INDEX_FILE": str(scratch_index)}
+        scratch_index.with_name(scratch_index.name + ".lock").unlink(missing_ok=True)
         self.run("read-tree", parent, env=env)
         old = self.entries(parent, sorted(files))
         lines = []
@@ -167,3 +174,15 @@ class Repo:
             who |= {f"GIT_{role}_NAME": name, f"GIT_{role}_EMAIL": mail.rstrip(">"), f"GIT_{role}_DATE": date}
         above = [a for p in parents for a in ("-p", p)]
         return self.text("commit-tree", tree, *above, "-F", "-", stdin=message.encode(), env=who)
+
+
+@contextmanager
+def bare_view(repo: Repo) -> Iterator[Repo]:
+    """An empty bare repository that borrows the objects of ``repo``, without its user's settings and attributes."""
+    with tempfile.TemporaryDirectory(prefix="neaptide-") as folder:
+        view = Repo(Path(folder))
+        view.run("init", "--quiet", "--bare", "--template=", f"--object-format={repo.object_format()}")
+        objects = repo.path("objects").resolve()
+        (Path(folder) / "objects" / "info").mkdir(exist_ok=True)
+        (Path(folder) / "objects" / "info" / "alternates").write_text(f"{objects}\n")
+        yield view

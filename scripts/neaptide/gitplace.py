@@ -146,6 +146,20 @@ class GitPlace:
             commits.append(parent)
         return parent, commits
 
+    def precheck(self, plan: Plan) -> None:
+        """Refuse, before anything is written anywhere, what stands in the way of the plan's files."""
+        self.require_clean()
+        head = self.repo.head()
+        self._check_paths(head, self._changed(head, self.build(plan)[0]))
+
+    def snapshot(self) -> tuple[str, Record | None]:
+        """What ``restore`` needs to come back to the present state."""
+        return self.repo.head(), self.record()
+
+    def restore(self, snapshot: tuple[str, Record | None]) -> None:
+        head, record = snapshot
+        self._move(self.repo.head(), head, record)
+
     def write(self, plan: Plan, accepted: Accepted) -> bool:
         """Commit the plan; False if exactly that is there already."""
         self.require_clean()
@@ -175,19 +189,19 @@ class GitPlace:
         if record is None or not record.patches:
             return False
         self.require_clean()
-        base, head = self.base(), self.repo.head()
-        if base == head:
-            return False
-        self._move(head, base, replace(record, patches=[], files={}, result=record.base))
+        self._move(self.repo.head(), self.base(), replace(record, patches=[], files={}, result=record.base))
         return True
 
-    def _move(self, old: str, new: str, record: Record) -> None:
+    def _changed(self, old: str, new: str) -> list[str]:
         listing = self.repo.run("diff-tree", "-r", "-z", "--name-only", "--no-renames", old, new)
-        paths = [p.decode() for p in listing.split(b"\0") if p]
+        return [p.decode() for p in listing.split(b"\0") if p]
+
+    def _move(self, old: str, new: str, record: Record | None) -> None:
+        paths = self._changed(old, new)
         self._check_paths(old, paths)
         before = self.record()
         journal: dict[str, Any] = {
-            "from": old, "paths": paths, "record_after": record.as_dict(),
+            "from": old, "paths": paths, "record_after": record.as_dict() if record else None,
             "record_before": before.as_dict() if before else None, "ref": self.repo.head_ref(), "to": new,
         }  # fmt: skip
         disk.write_bytes(self.journal, jsonfile.encode(journal))
@@ -198,10 +212,18 @@ class GitPlace:
         self._finish(journal["record_after"])
 
     def _check_paths(self, old: str, paths: Sequence[str]) -> None:
-        """Refuse files that git converts on checkout, and untracked files in the way."""
+        """Refuse files that git converts on checkout, links and untracked files in the way, and a git at work."""
+        if self.repo.path("index.lock").exists():
+            raise self._refuse(
+                "git is at work here (index.lock exists)", "the index to itself",
+                "Wait for it to end; if none runs, remove the file.",
+            )  # fmt: skip
         entries = self.repo.entries(old, paths)
         for path in paths:
             file = self.top / path
+            for parent in list(file.parents)[: len(Path(path).parts) - 1]:
+                if parent.is_symlink() or (parent.exists() and not parent.is_dir()):
+                    raise self._refuse(f"{parent} is no folder", "folders above every touched file", "Move it away.")
             if path not in entries:
                 if file.exists() or file.is_symlink():
                     raise self._refuse(f"an untracked file {path}", "nothing in its place", "Move it away.")
@@ -218,8 +240,9 @@ class GitPlace:
             file = self.top / path
             if path in entries:
                 data = self.repo.run("cat-file", "blob", entries[path].blob)
-                mode = 0o755 if entries[path].mode == "100755" else 0o644
-                disk.write_bytes(file, data, mode=mode)
+                executable = entries[path].mode == "100755"
+                kept = file.exists() and bool(file.stat().st_mode & 0o100) == executable
+                disk.write_bytes(file, data, mode=None if kept else 0o755 if executable else 0o644)
             else:
                 disk.remove(file)
                 disk.prune_empty(file.parent, self.top)
@@ -241,19 +264,25 @@ class GitPlace:
 
     def recover(self) -> str:
         """Finish or undo an interrupted write; says what was done, or nothing."""
+        disk.sweep(self.folder)
         if not self.journal.exists():
             return ""
-        journal = jsonfile.read(self.journal)
+        journal = jsonfile.read(self.journal, _checked_journal)
         forward = self.repo.head() == journal["to"]
+        self._check_interrupted(journal)
         for name in ("index.lock", "HEAD.lock", f"{journal['ref']}.lock"):
             self.repo.path(name).unlink(missing_ok=True)
-        self._check_interrupted(journal)
         self._materialise(journal["to" if forward else "from"], journal["paths"])
         self._finish(journal["record_after" if forward else "record_before"])
         return f"{self.label}: recovered an interrupted write ({'finished' if forward else 'undone'})"
 
     def _check_interrupted(self, journal: Mapping[str, Any]) -> None:
-        """A file that is neither as before nor as after was changed by somebody else: refuse."""
+        """A HEAD or file that is neither as before nor as after was changed by somebody else: refuse."""
+        if self.repo.head() not in (journal["from"], journal["to"]):
+            raise self._refuse(
+                f"HEAD moved to {self.repo.head()[:12]} after an interrupted write",
+                f"HEAD at {journal['from'][:12]} or {journal['to'][:12]}", "Move HEAD back with git, then run again.",
+            )  # fmt: skip
         for path in journal["paths"]:
             file = self.top / path
             found = file.read_bytes() if file.is_file() else None
@@ -262,6 +291,11 @@ class GitPlace:
                     f"{path} was changed after an interrupted write", "its bytes as before or as after that write",
                     "Restore it with git, then run again.",
                 )  # fmt: skip
+
+
+def _checked_journal(data: Any) -> dict[str, Any]:
+    wanted = ("from", "paths", "record_after", "record_before", "ref", "to")
+    return {**data, **{key: data[key] for key in wanted}}
 
 
 def create_tree(top: Path, date: str) -> None:

@@ -4,8 +4,8 @@
 list and its omission rules. The serialisation here writes node names and
 the fields that carry meaning, and leaves out what differs between
 interpreters or does not reach the compiled code: absent and empty fields, ``ctx``,
-``kind``, type comments, positions, docstrings, and empty string pieces
-of f-strings (3.11 and 3.12 disagree on those).
+``kind``, type comments, positions, docstrings, and how the text of an f-string is cut into
+pieces (3.11, 3.12 and 3.13 disagree on that).
 
 The module imports the standard library only, so any interpreter can run it
 as a script: ``python guard.py FILE...`` prints one line of JSON per file.
@@ -59,15 +59,26 @@ def _scalar(value: object) -> str:
     raise TypeError(f"no serialisation for a constant of type {type(value).__name__}")
 
 
-def _is_empty_piece(item: object) -> bool:
-    return isinstance(item, ast.Constant) and item.value == ""
+def _pieces(values: Sequence[object]) -> list[object]:
+    """The parts of an f-string with adjacent texts joined and empty ones left out."""
+    out: list[object] = []
+    for item in values:
+        if isinstance(item, ast.Constant) and isinstance(item.value, str):
+            last = out[-1] if out else None
+            if isinstance(last, ast.Constant) and isinstance(last.value, str):
+                out[-1] = ast.Constant(last.value + item.value)
+            elif item.value:
+                out.append(item)
+        else:
+            out.append(item)
+    return out
 
 
 def _items(owner: ast.AST, name: str, values: Sequence[object]) -> list[object]:
     if name == "body" and docstring_node(owner) is not None:
         return list(values[1:])
     if isinstance(owner, ast.JoinedStr):
-        return [v for v in values if not _is_empty_piece(v)]
+        return _pieces(values)
     return list(values)
 
 
@@ -86,8 +97,10 @@ def serialise(node: object, skip: Iterable[str] = ()) -> str:
             items = _items(node, name, value)
             if items:
                 parts.append(f"{name}=[{','.join(serialise(i) for i in items)}]")
-        elif isinstance(value, ast.JoinedStr) and name == "format_spec" and not _items(value, "values", value.values):
-            continue
+        elif name == "format_spec" and value is not None:
+            pieces = _pieces(value.values if isinstance(value, ast.JoinedStr) else [value])
+            if pieces:
+                parts.append(f"{name}=[{','.join(serialise(p) for p in pieces)}]")
         elif value is not None:
             parts.append(f"{name}={serialise(value)}")
     return f"{type(node).__name__}({';'.join(sorted(parts))})"

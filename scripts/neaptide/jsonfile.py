@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from neaptide.errors import NeaptideError
+
+T = TypeVar("T")
 
 
 def encode(value: Any) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def read(path: Path) -> Any:
-    """Parsed content; a broken file is a clear error."""
+def read(path: Path, parse: Callable[[Any], T]) -> T:
+    """What ``parse`` makes of the content; a broken file, or one of another shape, is a clear error."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return parse(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise NeaptideError(
-            f"not JSON ({error})", wanted="a file that neaptide wrote", todo="Restore or remove it.", where=str(path)
-        ) from error
+            f"not readable ({type(error).__name__}: {error})", wanted="a file that neaptide wrote",
+            todo="Restore or remove it.", where=str(path),
+        ) from error  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +13,7 @@ from msgspec import Meta, Struct
 Rule = str | dict[str, Any]
 Text = Annotated[str, Meta(min_length=1)]
 
+CODE_REF = re.compile(r"^(?P<file>[\w./-]+\.py)#(?P<function>[A-Za-z_]\w*)$")
 STATEMENT_OPERATIONS = ("before", "after", "start", "end")
 OPERATIONS = (
     "replace", *STATEMENT_OPERATIONS, "wrap", "argument", "default", "constant", "import_", "delete",
@@ -45,6 +48,11 @@ class Edit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename
     @property
     def operation(self) -> str:
         return self.operations[0]
+
+    def codes(self) -> Iterator[str]:
+        """Every piece of new code: of the operation, or of each argument or default it sets."""
+        value = getattr(self, self.operation)
+        yield from value.values() if isinstance(value, dict) else [value] if isinstance(value, str) else []
 
     @property
     def expectations(self) -> list[Rule]:
@@ -117,6 +125,11 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overlay: list[Overlay] = []
     edits: list[Edit] = []
     eras: list[Era] = []
+
+    @property
+    def all_edits(self) -> list[Edit]:
+        """The edits of every era."""
+        return [*self.edits, *(e for era in self.eras for e in era.edits)]
 
 
 class Patch(Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,12 @@ def splices(edit: Edit, source: Source, symbol: ast.AST, matches: Sequence[Match
         return [placer.constant()]
     if not matches:
         return [placer.whole_symbol()]
-    return [splice for match in matches for splice in placer.at(match)]
+    found = [splice for match in matches for splice in placer.at(match)]
+    found.sort(key=lambda s: (s.start, s.end))
+    for one, two in itertools.pairwise(found):
+        if two.start < one.end:
+            raise Unplaceable("hits of the rule lie inside one another")
+    return found
 
 
 class _Placer:
@@ -53,15 +59,19 @@ class _Placer:
         tree = self.symbol
         assert isinstance(tree, ast.Module)
         last: ast.stmt | None = docstring_node(tree)
+        code = self._code(self.edit.import_ or "")
         for statement in tree.body:
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
                 last = statement
             elif isinstance(statement, DEFINITIONS):
                 break
-        code = self._code(self.edit.import_ or "")
-        if last is None:
-            return Splice(0, 0, (Segment(code.replace("\n", self.source.newline) + self.source.newline),))
-        return self._after(last, code, None)
+        if last is not None:
+            return self._after(last, code, None)
+        comments = 0
+        while comments < len(self.source.lines) and self.source.lines[comments].startswith("#"):
+            comments += 1
+        at = self.source.starts[comments]
+        return Splice(at, at, (*self._render(code, None, ""), Segment(self.source.newline)))
 
     def defaults(self) -> list[Splice]:
         function = self.symbol
@@ -80,8 +90,8 @@ class _Placer:
             else:
                 start = end = self.source.span(parameter)[1]
                 equals = " = " if parameter.annotation else "="
-            segments = self._render(equals + code, None, self.source.line_indentation(start))
-            out.append(Splice(start, end, segments))
+            segments = self._render(code, None, self.source.line_indentation(start))
+            out.append(Splice(start, end, (Segment(equals), *segments)))
         return out
 
     def constant(self) -> Splice:
@@ -141,7 +151,12 @@ class _Placer:
             raise Unplaceable("the statement shares its line with other code")
         return indentation
 
+    def _refuse_elif(self, statement: ast.stmt) -> None:
+        if self.source.text.startswith("elif", self.source.span(statement)[0]):
+            raise Unplaceable("the place is between the branches of an if statement")
+
     def _before(self, statement: ast.stmt, code: str, match: Match | None) -> Splice:
+        self._refuse_elif(statement)
         start = self.source.span(statement)[0]
         indentation = self.source.indentation(start)
         if indentation is None:
@@ -150,6 +165,7 @@ class _Placer:
         return Splice(start, start, (*self._render(code, match, indentation), end))
 
     def _after(self, statement: ast.stmt, code: str, match: Match | None) -> Splice:
+        self._refuse_elif(statement)
         indentation = self._own_line(statement)
         end = self.source.span(statement)[1]
         line_end = end + len(self.source.rest_of_line(end).rstrip("\r\n"))
@@ -186,34 +202,46 @@ class _Placer:
         )
         if call is None:
             raise Unplaceable("the rule does not match a call")
-        out = []
+        out, new = [], []
+        indentation = self.source.line_indentation(match.start)
         for name, value in (self.edit.argument or {}).items():
-            indentation = self.source.line_indentation(match.start)
             code = self._render(self._code(value, expression=True), match, indentation)
             given = next((k for k in call.keywords if k.arg == name), None)
             if given is not None:
                 out.append(Splice(*self.source.span(given.value), code))
             else:
-                out.append(self._new_argument(call, name, code))
-        return out
+                new.append((Segment(f"{name}="), *code))
+        return [*out, self._new_arguments(call, new)] if new else out
 
-    def _new_argument(self, call: ast.Call, name: str, code: tuple[Segment, ...]) -> Splice:
-        close = self.source.span(call)[1] - 1
+    def _new_arguments(self, call: ast.Call, new: Sequence[tuple[Segment, ...]]) -> Splice:
+        """All arguments that a call does not have yet, after its last one, in its own layout."""
+        call_end = self.source.span(call)[1]
+        close = call_end - 1
         given = [*call.args, *(k.value for k in call.keywords)]
         if not given:
-            return Splice(close, close, (Segment(f"{name}="), *code))
-        if len(given) == 1 and isinstance(given[0], ast.GeneratorExp):
+            return Splice(close, close, _joined(new, ", "))
+        if len(given) == 1 and isinstance(given[0], ast.GeneratorExp) and self.source.span(given[0])[1] == call_end:
             raise Unplaceable("the only argument is a bare generator")
         last = max(given, key=lambda node: self.source.span(node)[1])
         end = self.source.span(last)[1]
         tail = re.sub(r"#[^\r\n]*", lambda found: " " * len(found.group()), self.source.text[end:close])
-        if "," not in tail:
-            at = end + len(tail) - len(tail.lstrip(")"))
-            return Splice(at, at, (Segment(f", {name}="), *code))
-        comma = end + tail.index(",") + 1
+        comma = tail.find(",")
+        if comma < 0:
+            at = end + tail.rfind(")") + 1
+            return Splice(at, at, (Segment(", "), *_joined(new, ", ")))
+        if "\n" not in tail[comma:]:
+            at = end + comma + 1
+            return Splice(at, at, (Segment(" "), *_joined(new, ", ")))
         keyword = next((k for k in call.keywords if k.value is last), None)
-        indentation = self.source.line_indentation(self.source.span(keyword or last)[0])
-        if "\n" not in tail:
-            return Splice(comma, comma, (Segment(f" {name}="), *code))
-        lead = Segment(f"{self.source.newline}{indentation}{name}=")
-        return Splice(comma, comma, (lead, *code, Segment(",")))
+        lead = self.source.newline + self.source.line_indentation(self.source.span(keyword or last)[0])
+        at = end + comma + 1
+        at += len(self.source.rest_of_line(at).rstrip("\r\n"))
+        return Splice(at, at, (Segment(lead), *_joined(new, "," + lead), Segment(",")))
+
+
+def _joined(parts: Sequence[tuple[Segment, ...]], separator: str) -> tuple[Segment, ...]:
+    out: list[Segment] = []
+    for i, part in enumerate(parts):
+        out += [Segment(separator)] if i else []
+        out += part
+    return tuple(out)

@@ -22,7 +22,9 @@ class Progress:
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        """A line as it is: no markup, no emoji codes, tabs kept."""
+        self.console.file.write(text + "\n")
+        self.console.file.flush()
 
     @contextmanager
     def bar(self, name: str, total: int | None) -> Iterator[Callable[[int], None]]:

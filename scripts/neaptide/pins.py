@@ -5,11 +5,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
+from packaging.version import Version
 
 from neaptide import jsonfile
 from neaptide.errors import NeaptideError
@@ -73,7 +75,10 @@ def load_pin(root: Path, name: str) -> Pin:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         pin = msgspec.convert({"name": name, **data}, Pin, strict=True)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        datetime.fromisoformat(pin.date)
+        for artefact in pin.targets.values():
+            Version(artefact.version)
+    except (ValueError, msgspec.ValidationError) as error:
         raise NeaptideError(str(error), wanted="the fields of a pin", todo="Mend the pin.", where=str(path)) from error
     for target, artefact in pin.targets.items():
         if (artefact.sdist is None) != (artefact.sha256 is None) or (artefact.commit is None) == (
@@ -122,8 +127,7 @@ def load_lock(root: Path, pin: str) -> dict[str, TargetLock]:
     path = lock_path(root, pin)
     if not path.is_file():
         return {}
-    data = jsonfile.read(path)
-    return {name: _lock_from(entry) for name, entry in data["targets"].items()}
+    return jsonfile.read(path, lambda data: {name: _lock_from(entry) for name, entry in data["targets"].items()})
 
 
 def _lock_from(entry: Mapping[str, Any]) -> TargetLock:

@@ -65,20 +65,20 @@ class Record:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Record:
         return cls(
-            pin=data["pin"],
-            target=data["target"],
-            artefact=data["artefact"],
-            base=data["base"],
-            result=data["result"],
-            patches=data["patches"],
-            files=data["files"],
+            pin=str(data["pin"]),
+            target=str(data["target"]),
+            artefact=dict(data["artefact"]),
+            base=dict(data["base"]),
+            result=dict(data["result"]),
+            patches=[{"id": p["id"], "digest": p["digest"], **p} for p in data["patches"]],
+            files={path: {"after": f["after"], "before": f["before"]} for path, f in data["files"].items()},
             accepted=frozenset((d["patch"], d["edit"], d["site_guard"]) for d in data["accepted_drift"]),
-            tool_version=data["tool_version"],
+            tool_version=str(data["tool_version"]),
         )
 
 
 def load_record(path: Path) -> Record | None:
-    return Record.from_dict(jsonfile.read(path)) if path.is_file() else None
+    return jsonfile.read(path, Record.from_dict) if path.is_file() else None
 
 
 def sha256(data: bytes | None) -> str | None:
@@ -114,6 +114,9 @@ class Place(Protocol):
     def accepted(self) -> Accepted: ...
     def read(self, path: str) -> bytes | None: ...
     def modules(self) -> dict[str, bytes]: ...
+    def precheck(self, plan: Plan) -> None: ...
     def write(self, plan: Plan, accepted: Accepted) -> bool: ...
+    def snapshot(self) -> Any: ...
+    def restore(self, snapshot: Any) -> None: ...
     def revert(self) -> bool: ...
     def package_parent(self) -> Path: ...

@@ -10,7 +10,7 @@ from functools import partial
 from neaptide.anchor import check_rule, find
 from neaptide.edits import SeriesState, make_edit, resolve_edit, span_of, unmet_expectation
 from neaptide.errors import NeaptideError
-from neaptide.guard import module_guard
+from neaptide.guard import node_guard
 from neaptide.model import Condition, Edit, Patch, expand, expand_edit
 from neaptide.operations import Unplaceable
 from neaptide.outcomes import WORST_LAST, EditOutcome, Guards, PatchPlan, Plan, Status, Subject
@@ -39,7 +39,7 @@ def _plan_patch(series: SeriesState, patch: Patch) -> PatchPlan:
         (patch.header.retire_when, Status.RETIRED),
         (patch.header.superseded_when, Status.SUPERSEDED),
     ):
-        if condition is not None and _holds(series, condition):
+        if condition is not None and _holds(series, patch, condition):
             return PatchPlan(patch, status, (), {}, _describe(condition))
     outcomes = _plan_overlays(series, patch)
     files = {
@@ -64,19 +64,20 @@ def _plan_patch(series: SeriesState, patch: Patch) -> PatchPlan:
     return PatchPlan(patch, status, tuple(outcomes), files)
 
 
-def _holds(series: SeriesState, condition: Condition) -> bool:
+def _holds(series: SeriesState, patch: Patch, condition: Condition) -> bool:
     if condition.version is not None:
         return applicable(condition.version, series.subject.version)
     assert condition.anchor is not None
+    names = dict(series.subject.names)
     anchor = condition.anchor
-    source = series.source(anchor.file)
-    symbol = find_symbol(source.tree, anchor.symbol) if source is not None else None
+    source = series.source(expand(anchor.file, names))
+    symbol = find_symbol(source.tree, expand(anchor.symbol, names)) if source is not None else None
     if source is None or symbol is None:
         return False
     if anchor.match is None:
         return True
-    rule = expand(anchor.match, dict(series.subject.names))
-    check_rule(rule, f"{anchor.file} {anchor.symbol}")
+    rule = expand(anchor.match, names)
+    check_rule(rule, f"{patch.id}: condition on {anchor.file} {anchor.symbol}")
     return bool(find(source, rule, span_of(source, symbol)))
 
 
@@ -105,7 +106,9 @@ def _plan_overlays(series: SeriesState, patch: Patch) -> list[EditOutcome]:
         elif current is None:
             outcomes.append(outcome(Status.CONFLICT, "the module to replace is missing"))
         else:
-            guards = Guards(module_guard(current), "")
+            pristine = series.source(overlay.dest)
+            assert pristine is not None
+            guards = Guards(node_guard(pristine.tree), "")
             outcomes.append(_judge(series, patch, key, overlay.dest, MODULE, guards))
     return outcomes
 

@@ -12,12 +12,13 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
 from neaptide.errors import NeaptideError
-from neaptide.model import Edit, Header, Overlay, Patch
-from neaptide.symbols import MODULE, is_symbol_name
+from neaptide.model import CODE_REF, Condition, Edit, Header, Overlay, Patch, expand
+from neaptide.symbols import DEFINITIONS, MODULE, is_symbol_name
 from neaptide.yamlfile import load_yaml
 
+_PLACEHOLDERS = {"pkg": "pkg", "PREFIX": "PREFIX"}
+_SYMBOLS = "a symbol such as Outer.inner, name#2, NAME or <module>"
 _NAME = re.compile(r"^[a-z0-9][a-z0-9-]*$")
-CODE_REF = re.compile(r"^(?P<file>[\w./-]+\.py)#(?P<function>[A-Za-z_]\w*)$")
 
 
 def read_series(folder: Path) -> list[str]:
@@ -113,20 +114,21 @@ def _load_patch(root: Path, target: str, folder: Path) -> Patch:
         )  # fmt: skip
     header = load_yaml(path, Header)
     _check_header(path, header)
-    for edit in [*header.edits, *(e for era in header.eras for e in era.edits)]:
+    for edit in header.all_edits:
         _check_edit(folder, edit)
     sources = [root / "overlay" / target / o.src for o in header.overlay]
     for overlay, source in zip(header.overlay, sources, strict=True):
         _check_overlay(path, header, overlay, source)
-    return Patch(target=target, name=folder.name, folder=folder, header=header, digest=_digest(folder, sources))
+    return Patch(target=target, name=folder.name, folder=folder, header=header, digest=_digest(folder, header, sources))
 
 
-def _digest(folder: Path, sources: Sequence[Path]) -> str:
-    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
+def _digest(folder: Path, header: Header, overlays: Sequence[Path]) -> str:
+    """sha256 over all that decides the applied bytes: ``patch.yaml``, code files, overlay files; not the test."""
+    matches = [CODE_REF.match(code) for edit in header.all_edits for code in edit.codes()]
+    files = sorted({folder / m["file"] for m in matches if m is not None})
     total = hashlib.sha256()
-    for path in [*files, *sources]:
-        name = path.relative_to(folder).as_posix() if path in files else path.name
-        total.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    for path in [folder / "patch.yaml", *files, *overlays]:
+        total.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
 
 
@@ -144,24 +146,34 @@ def _check_header(path: Path, header: Header) -> None:
         except InvalidSpecifier as error:
             raise _refuse(path, f"{text!r}", "version specifiers such as '>=1.1,<1.2.6'") from error
     for condition in conditions:
-        if (condition.version is None) == (condition.anchor is None):
-            raise _refuse(path, "a condition without exactly one of version and anchor", "one of the two")
+        _check_condition(path, condition)
     if not header.forwarded.startswith("https://") and header.forwarded not in ("no", "not-needed"):
         raise _refuse(path, f"forwarded: {header.forwarded!r}", "an https URL, no, or not-needed")
     if not (header.edits or header.eras or header.overlay):
         raise _refuse(path, "neither edits, eras nor overlay", "something to apply")
 
 
+def _check_condition(path: Path, condition: Condition) -> None:
+    if (condition.version is None) == (condition.anchor is None):
+        raise _refuse(path, "a condition without exactly one of version and anchor", "one of the two")
+    if condition.version is not None and not condition.version.strip():
+        raise _refuse(path, "a condition on every version", "a version specifier such as '>=0.34'")
+    if condition.anchor is not None:
+        inside_package(path, condition.anchor.file)
+        if not is_symbol_name(expand(condition.anchor.symbol, _PLACEHOLDERS)):
+            raise _refuse(path, f"condition on {condition.anchor.symbol!r}", _SYMBOLS)
+
+
 def _check_edit(folder: Path, edit: Edit) -> None:
     path = folder / "patch.yaml"
     where = f"edit of {edit.file} {edit.symbol}"
     inside_package(path, edit.file)
-    if len(edit.operations) != 1 or edit.delete is False:
+    if len(edit.operations) != 1 or edit.delete is False or getattr(edit, edit.operation) == {}:
         found = ", ".join(edit.operations) or "no operation"
         raise _refuse(path, f"{where}: {found}", "exactly one operation")
     operation = edit.operation
-    if not is_symbol_name(edit.symbol):
-        raise _refuse(path, where, "a symbol such as Outer.inner, name#2, NAME or <module>")
+    if not is_symbol_name(expand(edit.symbol, _PLACEHOLDERS)):
+        raise _refuse(path, where, _SYMBOLS)
     if (operation == "import_") != (edit.symbol == MODULE):
         raise _refuse(path, f"{where}: {operation.rstrip('_')}", "import on <module>, and nothing else there")
     if operation in ("before", "after", "wrap", "argument", "delete") and edit.match is None:
@@ -172,23 +184,27 @@ def _check_edit(folder: Path, edit: Edit) -> None:
         raise _refuse(path, f"{where}: no expect", "a rule about upstream's code around the edit")
     if (edit.count != 1) != bool(edit.count_reason):
         raise _refuse(path, f"{where}: count {edit.count}", "count_reason, and only with a count above 1")
-    if edit.wrap is not None and "$MATCH" not in edit.wrap:
+    if edit.wrap is not None and "$MATCH" not in edit.wrap and not CODE_REF.match(edit.wrap):
         raise _refuse(path, f"{where}: wrap without $MATCH", "$MATCH where the matched text goes")
     _check_code_refs(folder, edit)
 
 
 def _check_code_refs(folder: Path, edit: Edit) -> None:
-    for name in edit.operations:
-        value = getattr(edit, name)
-        found = CODE_REF.match(value) if isinstance(value, str) else None
+    for code in edit.codes():
+        found = CODE_REF.match(code)
         if found is None:
             continue
-        source = folder / found["file"]
-        if not source.is_file():
+        inside_package(folder / "patch.yaml", found["file"])
+        path = folder / found["file"]
+        if not path.is_file():
             raise _refuse(folder / "patch.yaml", f"no file {found['file']}", "the code that the edit names")
-        names = {n.name for n in ast.parse(source.read_text()).body if isinstance(n, ast.FunctionDef)}
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, ValueError) as error:
+            raise _refuse(path, f"not Python ({error})", "Python in UTF-8") from error
+        names = sorted(n.name for n in tree.body if isinstance(n, DEFINITIONS))
         if found["function"] not in names:
-            raise _refuse(source, f"no function {found['function']}", f"one of {sorted(names)}")
+            raise _refuse(path, f"no function {found['function']}", f"one of {', '.join(names)}")
 
 
 def _check_overlay(path: Path, header: Header, overlay: Overlay, source: Path) -> None:
@@ -196,8 +212,7 @@ def _check_overlay(path: Path, header: Header, overlay: Overlay, source: Path) -
     inside_package(path, overlay.dest)
     if not source.is_file():
         raise _refuse(path, f"no overlay file {overlay.src}", f"the file {source}")
-    edited = {e.file for e in [*header.edits, *(e for era in header.eras for e in era.edits)]}
-    if overlay.dest in edited:
+    if overlay.dest in {e.file for e in header.all_edits}:
         raise _refuse(path, f"an edit targets the overlay file {overlay.dest}", "the change in the overlay itself")
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from neaptide import archive, jsonfile
-from neaptide.disk import write_bytes
-from neaptide.errors import NeaptideError
+from neaptide.disk import TEMPORARY_SUFFIX, write_bytes
+from neaptide.distribution import find_installation
+from neaptide.errors import ExitCode, NeaptideError
 from neaptide.fetch import check_sha256, sdist_path
 from neaptide.git import Repo
 from neaptide.gitplace import GitPlace, create_tree
-from neaptide.installed import InstalledPlace, find_distribution, search_path
+from neaptide.installed import InstalledPlace
 from neaptide.model import Patch
 from neaptide.outcomes import Guards, Plan, Reader, Subject
 from neaptide.output import Progress
@@ -27,7 +29,7 @@ from neaptide.pins import (
     load_pin,
     pin_of_commit,
 )
-from neaptide.places import LOCK_NAME, Record, State
+from neaptide.places import LOCK_NAME, Record, State, load_record
 from neaptide.plan import plan_series
 from neaptide.series import load_series, select
 
@@ -68,6 +70,7 @@ class Session:
         self.pin = load_pin(options.root, options.pin or self._implied_pin())
         self.locks = load_lock(options.root, self.pin.name)
         self.skipped: dict[str, str] = {}
+        self._scratch = tempfile.TemporaryDirectory(prefix="neaptide-", ignore_cleanup_errors=True)
         self._check_targets()
 
     def _implied_pin(self) -> str:
@@ -78,8 +81,8 @@ class Session:
             repo = Repo(folder)
             commits = {repo.head()} if repo.is_top() else set()
             record_path = repo.path("neaptide") / LOCK_NAME if commits else None
-            if record_path is not None and record_path.is_file():
-                record = Record.from_dict(jsonfile.read(record_path))
+            record = load_record(record_path) if record_path is not None else None
+            if record is not None:
                 commits.add(record.base.get("commit", ""))
             found = pin_of_commit(self.options.root, target, commits)
             if found is not None:
@@ -98,7 +101,7 @@ class Session:
     @property
     def targets(self) -> list[str]:
         if self.options.checkouts:
-            return sorted(self.options.checkouts)
+            return sorted(set(self.options.checkouts) & set(self.options.targets or self.options.checkouts))
         return sorted(self.options.targets or self.pin.targets)
 
     # Places
@@ -123,7 +126,7 @@ class Session:
 
     def _place(self, target: str, artefact: TargetPin, *, create: bool) -> GitPlace | InstalledPlace | None:
         if self.options.installed:
-            found = find_distribution(artefact.package, search_path(self.options.python))
+            found = find_installation(artefact, self.options.python)
             if found is None:
                 self.skipped[target] = f"{artefact.package} is not installed"
                 return None
@@ -137,33 +140,57 @@ class Session:
             )  # fmt: skip
         top = self.tree_folder(target)
         if create:
-            self._ensure_tree(top, target, artefact)
+            top = self._ensure_tree(top, target, artefact)
         if not top.is_dir():
             self.skipped[target] = f"{top} does not exist"
             return None
         return GitPlace(top, target, self.pin, artefact)
 
-    def _ensure_tree(self, top: Path, target: str, artefact: TargetPin) -> None:
-        """An unpacked sdist with its base commit, made whole beside its place and moved there."""
-        if top.exists():
-            place = GitPlace(top, target, self.pin, artefact)
-            record = place.record()
-            if record is not None and record.artefact.get("sha256") == artefact.sha256:
-                return
-            if place.state() not in (State.PRISTINE, State.APPLIED):
-                raise NeaptideError(
-                    "a tree of another artefact, with changes", wanted=f"{artefact.described}, or no folder",
-                    todo="Move the folder away.", where=str(top),
-                )  # fmt: skip
-            shutil.rmtree(top)
+    def _ensure_tree(self, top: Path, target: str, artefact: TargetPin) -> Path:
+        """The unpacked sdist with its base commit; made whole and checked before it takes its place.
+
+        A dry run makes a missing tree in a temporary folder.
+        """
+        old = GitPlace(top, target, self.pin, artefact) if top.exists() else None
+        if old is not None and self._is_tree_of(old, artefact):
+            return top
+        if self.options.dry_run:
+            top = Path(self._scratch.name) / target
+        elif old is not None:
+            self._require_replaceable(old)
         source = self._sdist(target, artefact)
-        Repo(Path(os.path.sep))  # git must be there before anything is unpacked
         staging = top.parent / f".{top.name}.new"
         shutil.rmtree(staging, ignore_errors=True)
         self.progress.note(f"unpacking {artefact.sdist}")
+        try:
+            tree = self._unpacked(source, staging, target, artefact)
+            if old is not None and not self.options.dry_run:
+                os.replace(top, staging / "old")
+            os.replace(tree, top)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return top
+
+    def _is_tree_of(self, place: GitPlace, artefact: TargetPin) -> bool:
+        record = place.record()
+        return record is not None and record.artefact.get("sha256") == artefact.sha256
+
+    def _require_replaceable(self, place: GitPlace) -> None:
+        """A tree of an older artefact is replaced only if all of it is ours."""
+        record = place.record()
+        ours = record is not None and "sdist" in record.artefact
+        at_ours = record is not None and place.repo.head() in (record.base["commit"], record.result["commit"])
+        if not ours or not at_ours or place.repo.dirty() or place.repo.untracked():
+            raise NeaptideError(
+                "a folder with changes, or one that neaptide did not make", wanted="an unchanged tree, or no folder",
+                todo="Move it away.", where=str(place.top),
+            )  # fmt: skip
+
+    def _unpacked(self, source: Path, staging: Path, target: str, artefact: TargetPin) -> Path:
         name = (artefact.sdist or "").removesuffix(".tar.gz")
-        archive.unpack(source, name, staging / name)
         tree = staging / name
+        Repo(source.parent)  # git must be there before anything is unpacked
+        archive.unpack(source, name, tree)
         create_tree(tree, self.pin.date)
         repo = Repo(tree)
         base = {"commit": repo.head(), "tree": repo.tree("HEAD")}
@@ -174,8 +201,7 @@ class Session:
             accepted=frozenset(),
         )  # fmt: skip
         write_bytes(repo.path("neaptide") / LOCK_NAME, jsonfile.encode(record.as_dict()))
-        os.replace(tree, top)
-        shutil.rmtree(staging)
+        return tree
 
     def _sdist(self, target: str, artefact: TargetPin) -> Path:
         given = self.options.sdists.get(target)
@@ -250,6 +276,21 @@ class Session:
             stack.enter_context(work.place.lock())
         return stack
 
+    def recover(self, works: Sequence[Work]) -> None:
+        """Finish or undo what an earlier process left half written; a dry run says so instead."""
+        for work in works:
+            if self.options.dry_run:
+                if work.place.state() is State.INTERRUPTED:
+                    raise NeaptideError(
+                        "a write was interrupted", wanted="a whole target for a dry run",
+                        todo="Run the command without --dry-run; it recovers first.", where=work.place.label,
+                        code=ExitCode.UNVERIFIED,
+                    )  # fmt: skip
+                continue
+            note = work.place.recover()
+            if note:
+                self.progress.note(note)
+
     def write_tree_record(self) -> None:
         """``build/PIN/neaptide.lock.json``: the records of all trees of the pin, if they changed."""
         records = {}
@@ -260,16 +301,10 @@ class Session:
                 if record is not None:
                     records[target] = record.as_dict()
         path = self.options.build / self.pin.name / LOCK_NAME
+        path.with_name(path.name + TEMPORARY_SUFFIX).unlink(missing_ok=True)
         data = jsonfile.encode({"pin": self.pin.name, "schema_version": 1, "targets": records})
         if not path.is_file() or path.read_bytes() != data:
             write_bytes(path, data)
-
-
-def recover_all(works: Sequence[Work], progress: Progress) -> None:
-    for work in works:
-        note = work.place.recover()
-        if note:
-            progress.note(note)
 
 
 def trees_only(options: Options) -> bool:

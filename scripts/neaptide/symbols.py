@@ -60,20 +60,29 @@ def find_symbol(tree: ast.Module, symbol: str) -> ast.AST | None:
         if found is None:
             return None
         index = int(found["index"] or 1)
-        hits = [s for s in _scope_statements(node) if _binds(s, found["name"])]
+        hits = _bindings(node, found["name"])
         if len(hits) < index:
             return None
         node = hits[index - 1]
     return node
 
 
-def count_symbol(tree: ast.Module, symbol: str) -> int:
-    """How often the last part of an unnumbered symbol is defined in its scope."""
-    outer, _, last = symbol.rpartition(".")
-    scope = find_symbol(tree, outer) if outer else tree
-    if scope is None or "#" in last:
-        return 1
-    return sum(_binds(s, last) for s in _scope_statements(scope))
+def _bindings(scope: ast.AST, name: str) -> list[ast.stmt]:
+    """Statements of a scope that bind ``name``, in the order of the text."""
+    hits = [s for s in _scope_statements(scope) if _binds(s, name)]
+    return sorted(hits, key=lambda s: (s.lineno, s.col_offset))
+
+
+def ambiguous_part(tree: ast.Module, symbol: str) -> str:
+    """The first unnumbered part of ``symbol`` that is defined more than once in its scope, or nothing."""
+    scope: ast.AST | None = tree
+    parts = [] if symbol == MODULE else symbol.split(".")
+    for i, part in enumerate(parts):
+        assert scope is not None
+        if "#" not in part and len(_bindings(scope, part)) > 1:
+            return part
+        scope = find_symbol(tree, ".".join(parts[: i + 1]))
+    return ""
 
 
 @dataclass(frozen=True)

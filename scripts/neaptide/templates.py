@@ -8,7 +8,8 @@ from pathlib import Path
 
 from neaptide.anchor import Capture, Match
 from neaptide.errors import NeaptideError
-from neaptide.series import CODE_REF
+from neaptide.model import CODE_REF
+from neaptide.symbols import DEFINITIONS, find_symbol
 from neaptide.text import Segment, Source, reindent, string_lines
 
 _CAPTURE = re.compile(r"\${1,3}([A-Z_][A-Z0-9_]*)")
@@ -19,31 +20,53 @@ def load_code(value: str, folder: Path, *, expression: bool, definition: bool) -
 
     In a file, parameters of the function stand for captures: ``def code(BUDGET)`` uses ``BUDGET``
     where a text would say ``$BUDGET``. An expression is what the function returns; a replaced
-    definition takes the function whole.
+    definition takes the definition whole.
+
+    Raises:
+        NeaptideError: no such definition, or a body that does not fit.
     """
     found = CODE_REF.match(value)
     if found is None:
         return value.rstrip("\n")
-    source = Source((folder / found["file"]).read_text(encoding="utf-8"))
-    function = next(n for n in source.tree.body if isinstance(n, ast.FunctionDef) and n.name == found["function"])
+    path = folder / found["file"]
+    where = f"{path}#{found['function']}"
+    source = parse_code(path)
+    node = find_symbol(source.tree, found["function"])
+    if not isinstance(node, DEFINITIONS) or (isinstance(node, ast.ClassDef) and not definition):
+        raise _refuse(where, "no such definition", "a function of that name")
     if definition:
-        start, end = source.span(function)
+        start, end = source.span(node)
         return source.text[start:end]
-    body = function.body[1:] if ast.get_docstring(function) else function.body
+    assert not isinstance(node, ast.ClassDef)
+    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    if not body:
+        raise _refuse(where, "a body without code", "the statements to insert")
     if expression:
         if len(body) != 1 or not isinstance(body[0], ast.Return) or body[0].value is None:
-            raise NeaptideError(
-                "the function is not a single return", wanted="return EXPRESSION",
-                todo="Mend the code file.", where=f"{folder / found['file']}#{function.name}",
-            )  # fmt: skip
+            raise _refuse(where, "the body is not a single return", "return EXPRESSION")
         start, end = source.span(body[0].value)
     else:
-        start = source.starts[body[0].lineno - 1]
-        end = source.span(body[-1])[1]
-    return _parameters_to_captures(source, function, start, end)
+        start, end = source.span(body[0])[0], source.span(body[-1])[1]
+        if body[0].lineno != node.lineno:
+            start = source.starts[source.line_of(start)]
+    return _parameters_to_captures(source, node, start, end)
 
 
-def _parameters_to_captures(source: Source, function: ast.FunctionDef, start: int, end: int) -> str:
+def parse_code(path: Path) -> Source:
+    """A code file of a patch; a clear error where it is missing or no Python."""
+    try:
+        return Source(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise _refuse(str(path), str(error), "a Python file in UTF-8") from error
+
+
+def _refuse(where: str, found: str, wanted: str) -> NeaptideError:
+    return NeaptideError(found, wanted=wanted, todo="Mend the code file.", where=where)
+
+
+def _parameters_to_captures(
+    source: Source, function: ast.FunctionDef | ast.AsyncFunctionDef, start: int, end: int
+) -> str:
     names = {a.arg for a in function.args.args}
     spots = sorted(
         source.offset(n.lineno, n.col_offset) for n in ast.walk(function) if isinstance(n, ast.Name) and n.id in names
@@ -73,7 +96,7 @@ def render(code: str, match: Match | None, where: str, *, newline: str, indentat
                 todo="Mend the patch.", where=where,
             )  # fmt: skip
         segments.append(Segment(code[at : found.start()].replace("\n", newline)))
-        segments.append(Segment(_placed(code, found.start(), captures[name]), upstream=True))
+        segments.append(Segment(_placed(code, found.start(), captures[name]), captures[name].origin))
         at = found.end()
     segments.append(Segment(code[at:].replace("\n", newline)))
     return tuple(s for s in segments if s.text)

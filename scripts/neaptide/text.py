@@ -15,10 +15,13 @@ _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|\Z)")
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of inserted text; ``upstream`` pieces are captures, kept as upstream's own."""
+    """A piece of inserted text.
+
+    ``origin`` is where a captured piece stood: it stays whose it was, upstream's or an earlier patch's.
+    """
 
     text: str
-    upstream: bool = False
+    origin: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,17 +115,36 @@ class WorkingFile:
             return {o.patch for o in self.owned if o.start < start < o.end}
         return {o.patch for o in self.owned if o.start < end and start < o.end}
 
-    def inside_ours(self, start: int, end: int) -> set[str]:
-        """Patches whose text contains the whole of ``[start, end)``."""
-        return {o.patch for o in self.owned if o.start <= start and end <= o.end}
+    def inside_ours(self, start: int, end: int) -> bool:
+        """Whether patches wrote every character of ``[start, end)``."""
+        for item in self.owned:
+            if item.start <= start < item.end:
+                start = item.end
+        return start >= end
+
+    def framed_by(self, start: int, end: int) -> set[str]:
+        """Patches that wrote both the first and the last character of ``[start, end)``, or one of two each.
+
+        Such a hit is made of our text, whatever it wraps; empty where upstream wrote either end.
+        """
+        first = {o.patch for o in self.owned if o.start <= start < o.end}
+        last = {o.patch for o in self.owned if o.start < end <= o.end}
+        return first | last if first and last else set()
+
+    def after_ours(self, offset: int) -> int:
+        """Past the text that patches put at ``offset``, so that a second insertion follows the first."""
+        for item in self.owned:
+            if item.start == offset:
+                offset = item.end
+        return offset
 
     def apply(self, splices: Iterable[Splice], patch: str) -> None:
         """Apply splices given in offsets of the current text; raises SyntaxError if the result does not parse."""
         text, owned = self.source.text, list(self.owned)
         for splice in sorted(splices, key=lambda s: (s.start, s.end), reverse=True):
+            kept = _kept(owned, splice, text)
             text = text[: splice.start] + splice.text + text[splice.end :]
-            owned = _shifted(owned, splice)
-            owned.extend(_owned_by(splice, patch))
+            owned = _shifted(owned, splice) + kept + _owned_by(splice, patch)
         self.source = Source(text)
         self.owned = sorted(owned, key=lambda o: (o.start, o.end))
 
@@ -146,8 +168,24 @@ def _shifted(owned: Sequence[Owned], splice: Splice) -> list[Owned]:
 def _owned_by(splice: Splice, patch: str) -> list[Owned]:
     out, at = [], splice.start
     for segment in splice.segments:
-        if segment.text and not segment.upstream:
+        if segment.text and segment.origin is None:
             out.append(Owned(at, at + len(segment.text), patch))
+        at += len(segment.text)
+    return out
+
+
+def _kept(owned: Sequence[Owned], splice: Splice, text: str) -> list[Owned]:
+    """Text of earlier patches that the splice captures, where it stands afterwards."""
+    out, at = [], splice.start
+    for segment in splice.segments:
+        low, high = segment.origin or (0, 0)
+        moved_whole = segment.text == text[low:high]
+        for item in owned:
+            start, end = max(item.start, low), min(item.end, high)
+            if start < end and moved_whole:
+                out.append(Owned(at + start - low, at + end - low, item.patch))
+            elif start < end:
+                out.append(Owned(at, at + len(segment.text), item.patch))
         at += len(segment.text)
     return out
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neaptide.anchor import find
-from neaptide.contract import broken_promises
+from neaptide.contract import broken_promises, dotted_name
+from neaptide.edits import expectation_span
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.model import expand_edit
 from neaptide.outcomes import Plan, Status
 from neaptide.places import Place
 from neaptide.series import edits_for, overlays_for
-from neaptide.symbols import MODULE, find_symbol
 from neaptide.text import Source
 
 _SMOKE = """
@@ -50,7 +50,7 @@ def check_plan(plan: Plan, place: Place) -> None:
     Raises:
         NeaptideError: with exit code 5, naming every problem.
     """
-    problems = _uncompilable(plan) + _unmet(plan) + _broken_contracts(plan, place)
+    problems = _uncompilable(plan) or [*_unmet(plan), *_broken_contracts(plan, place)]
     if problems:
         raise NeaptideError(
             "; ".join(problems), wanted="every check of the planned tree to hold", todo="Mend the patch.",
@@ -72,21 +72,21 @@ def _uncompilable(plan: Plan) -> list[str]:
 def _unmet(plan: Plan) -> list[str]:
     """Post-conditions, asked again of the whole series' result."""
     problems = []
-    subject = plan.subject
-    sources = {p: Source(d.decode()) for p, d in plan.files.items() if p.endswith(".py")}
+    subject, files = plan.subject, plan.files
+    sources: dict[str, Source] = {}
     for patch in plan.patches:
         if patch.status not in _IN_FORCE:
             continue
         for raw in edits_for(patch.patch, subject.version):
             edit = expand_edit(raw, dict(subject.names))
-            source = sources[edit.file]
-            symbol = find_symbol(source.tree, edit.symbol)
-            if symbol is None:
-                problems.append(f"{patch.patch.id}: {edit.file} {edit.symbol} is gone")
+            where = f"{patch.patch.id}: {edit.file} {edit.symbol}"
+            source = sources.setdefault(edit.file, Source(files[edit.file].decode("utf-8")))
+            span = expectation_span(source, edit)
+            if span is None:
+                problems.append(f"{where} is gone")
                 continue
-            span = (0, len(source.text)) if edit.symbol == MODULE else source.span(symbol)
             problems += [
-                f"{patch.patch.id}: {edit.file} {edit.symbol}: {rule!r} does not hold after the series"
+                f"{where}: {rule!r} does not hold after the series"
                 for rule in edit.expectations
                 if not find(source, rule, span)
             ]
@@ -116,11 +116,7 @@ def _broken_contracts(plan: Plan, place: Place) -> list[str]:
 def import_smoke(plan: Plan, place: Place, python: Path | None = None) -> Smoke:
     """Import every touched module in a subprocess; skipped, and said so, where a dependency is missing."""
     package = plan.subject.names["pkg"]
-    modules = sorted(
-        ".".join([package, *p.removesuffix(".py").removesuffix("/__init__").split("/")])
-        for p in plan.files
-        if p.endswith(".py")
-    )
+    modules = sorted(dotted_name(package, p) for p in plan.files if p.endswith(".py"))
     if not modules:
         return Smoke("skipped", "no module is touched")
     env = {**os.environ, "PYTHONPATH": str(place.package_parent()), "PYTHONDONTWRITEBYTECODE": "1"}

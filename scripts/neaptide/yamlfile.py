@@ -18,41 +18,62 @@ _STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")
 
 def load_yaml(path: Path, kind: type[T]) -> T:
     """Read ``path`` as ``kind``; a syntax, duplicate-key or schema error names file and line."""
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise _complaint(path, line, f"not UTF-8 ({error.reason})", "UTF-8 text") from error
     try:
         node = yaml.compose(text, Loader=_LOADER)
         if node is None:
             raise _complaint(path, 1, "the file is empty", f"a {kind.__name__} header")
-        _refuse_duplicates(path, node)
+        _check_keys(path, node, ())
         data = yaml.load(text, Loader=_LOADER)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else 1
-        raise _complaint(path, line, f"not YAML ({error.problem})", "well-formed YAML") from error
+    except yaml.YAMLError as error:
+        raise _complaint(path, _error_line(error, text), f"not YAML ({_reason(error)})", "well-formed YAML") from error
     try:
         return msgspec.convert(data, kind, strict=True)
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at ")
-        line = _line_of(node, where.strip("`"))
+        unknown = re.search(r"unknown field `(\w+)`", message)
+        line = _line_of(node, where.strip("`") + (f".{unknown[1]}" if unknown else ""))
         raise _complaint(path, line, message, f"the fields of a {kind.__name__}") from error
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    return str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
+
+
+def _error_line(error: yaml.YAMLError, text: str) -> int:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is not None:
+        return int(mark.line) + 1
+    position = getattr(error, "position", 0)
+    return text.count("\n", 0, position if isinstance(position, int) else 0) + 1
 
 
 def _complaint(path: Path, line: int, found: str, wanted: str) -> NeaptideError:
     return NeaptideError(found, wanted=wanted, todo="Mend that line.", where=f"{path}:{line}")
 
 
-def _refuse_duplicates(path: Path, node: yaml.Node) -> None:
+def _check_keys(path: Path, node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
+    """Refuse keys that stand twice or are no plain text, and an alias to what it stands in."""
+    line = node.start_mark.line + 1
+    if any(node is outer for outer in above):
+        raise _complaint(path, line, "an alias to what it stands in", "a finite document")
     if isinstance(node, yaml.MappingNode):
         seen: set[Any] = set()
         for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise _complaint(path, line, "a key that is no text", "quotes around a key that begins with {")
             if key.value in seen:
-                line = key.start_mark.line + 1
                 raise _complaint(path, line, f"the key {key.value!r} stands twice", "each key once")
             seen.add(key.value)
-            _refuse_duplicates(path, value)
+            _check_keys(path, value, (*above, node))
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _refuse_duplicates(path, value)
+            _check_keys(path, value, (*above, node))
 
 
 def _line_of(node: yaml.Node, where: str) -> int:

@@ -1,0 +1,6 @@
+"""The patches' own tests may use the helpers of ``tests``."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

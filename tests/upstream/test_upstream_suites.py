@@ -1,0 +1,104 @@
+"""Upstream's own tests give the same outcomes on the pristine and on the patched tree.
+
+A list of tests that differs, or an outcome that differs, is a failure unless the patch that
+causes it declares the test in ``expected_test_changes``; a declared change that does not happen is one too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from conftest import ROOT, Trees, patches_of, run_python
+from neaptide.cli import main
+from neaptide.series import load_series
+
+# Files of tests/, with the tests that pass on the pristine tree on a CPU.
+VLLM = {
+    "v1/attention/test_indexer_tp_row_shard.py": 12,
+    "v1/attention/test_indexer_dcp_localize.py": 88,
+    "v1/attention/test_indexer_native_next_n.py": 9,
+    "v1/attention/test_glm5next_indexer_block_sizes.py": 3,
+    "v1/attention/test_sparse_mla_kv_cache_layout.py": 18,
+    "v1/worker/test_workspace.py": 11,
+    "v1/worker/test_gpu_worker.py": 17,
+}
+B12X = {
+    "current": {"test_packaging.py": 1, "test_registry.py": 8},
+    "r12": {"test_packaging.py": 3, "test_registry.py": 3},
+}
+SPARKINFER = {"comm/test_pcie.py": 6, "comm/test_pcie_oneshot.py": 32, "comm/test_pcie_dcp_a2a.py": 10}
+Outcomes = dict[str, str]
+
+
+def outcomes(tree: Path, files: list[str], report: Path) -> Outcomes:
+    """Outcome of every test, by id; the exit code of pytest is left to the comparison."""
+    paths = [str(tree / "tests" / f) for f in files]
+    options = ["-q", "-p", "upstream_plugin", "-p", "no:cacheprovider", "--noconftest", f"--junitxml={report}"]
+    done = run_python(["-m", "pytest", *options, f"--rootdir={tree}", *paths], tree, cwd=tree)
+    assert report.is_file(), done.stdout + done.stderr
+    found: Outcomes = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        found[f"{case.get('classname')}::{case.get('name')}"] = kinds[0] if kinds else "passed"
+    return found
+
+
+def passed_in(found: Outcomes, file: str) -> int:
+    dotted = file.removesuffix(".py").replace("/", ".")
+    return sum(outcome == "passed" and f"{dotted}::" in name for name, outcome in found.items())
+
+
+def compare(pristine: Outcomes, patched: Outcomes, expected: set[str]) -> list[str]:
+    """What differs undeclared, and what was declared and does not differ."""
+    differing = {n for n in pristine.keys() | patched.keys() if pristine.get(n) != patched.get(n)}
+    problems = [f"{n}: {pristine.get(n)} pristine, {patched.get(n)} patched" for n in sorted(differing - expected)]
+    return problems + [f"{n}: declared as changed, and is not" for n in sorted(expected - differing)]
+
+
+def check(pristine: Path, patched: Path, files: dict[str, int], expected: set[str], tmp_path: Path) -> None:
+    before = outcomes(pristine, list(files), tmp_path / "pristine.xml")
+    after = outcomes(patched, list(files), tmp_path / "patched.xml")
+    short = {f: passed_in(before, f) for f, least in files.items() if passed_in(before, f) < least}
+    assert not short, f"fewer tests pass on the pristine tree than known: {short}"
+    assert compare(before, after, expected) == []
+
+
+def declared(pin: str, target: str) -> set[str]:
+    return {c.id for p in patches_of(pin) if p.target == target for c in p.header.expected_test_changes}
+
+
+def test_vllm(trees: dict[str, Trees], tmp_path: Path) -> None:
+    pin = trees["current"]
+    check(pin.pristine / "vllm", pin.patched / "vllm", VLLM, declared("current", "vllm"), tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(B12X))
+def test_b12x(trees: dict[str, Trees], tmp_path: Path, name: str) -> None:
+    pin = trees[name]
+    check(pin.pristine / "b12x", pin.patched / "b12x", B12X[name], declared(name, "b12x"), tmp_path)
+
+
+def test_sparkinfer_checkout(tmp_path: Path) -> None:
+    """Runs where a clone of sparkinfer is named; its commit is not on PyPI."""
+    given = os.environ.get("NEAPTIDE_SPARKINFER_CHECKOUT")
+    if not given:
+        pytest.skip("NEAPTIDE_SPARKINFER_CHECKOUT names no clone of sparkinfer (not on PyPI)")
+    commit = "de04125508c75e748016493f851e6bd4513b515b"
+    for name in ("pristine", "patched"):
+        subprocess.run(["git", "clone", "-q", given, tmp_path / name], check=True)
+        subprocess.run(["git", "checkout", "-q", commit], cwd=tmp_path / name, check=True)
+    assert main(["apply", "--root", str(ROOT), "--checkout", f"b12x={tmp_path / 'patched'}"]) == 0
+    expected = {c.id for p in load_series(ROOT, "b12x") for c in p.header.expected_test_changes}
+    check(tmp_path / "pristine", tmp_path / "patched", SPARKINFER, expected, tmp_path)
+
+
+def test_the_comparison_finds_differences() -> None:
+    before = {"a::x": "passed", "a::y": "passed", "a::z": "skipped"}
+    after = {"a::x": "failure", "a::z": "skipped", "a::new": "passed"}
+    assert len(compare(before, after, set())) == 3
+    assert compare(before, after, {"a::x", "a::y", "a::new"}) == []
+    assert compare(before, before, {"a::x"}) == ["a::x: declared as changed, and is not"]
