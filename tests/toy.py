@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import subprocess
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 from neaptide.cli import main
 
@@ -158,3 +161,43 @@ TOTAL_EDIT = {
     "after": "value = min(value, LIMIT)",
     "expect": "result += value",
 }
+
+
+Report = dict[str, Any]
+
+
+class Upstream:
+    """A checkout of toy whose ``core.py`` was changed, and the series applied to it."""
+
+    def __init__(self, toy: ToyRepository, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.toy, self.capsys = toy, capsys
+        self.folder = make_checkout(folder, PACKAGE)
+
+    def change(self, *changes: tuple[str, str], file: str = "toy/core.py") -> None:
+        """Upstream's next commit: each old text stands exactly once in ``file``."""
+        text = (self.folder / file).read_text()
+        for old, new in changes:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        write_files(self.folder, {file: text})
+        commit_all(self.folder, "upstream moves on")
+
+    def run(self, command: str, *args: str) -> tuple[int, Report, str]:
+        """Exit code, JSON of toy, and what people read; a refusal leaves the checkout alone."""
+        before = (git(self.folder, "rev-parse", "HEAD"), git(self.folder, "status", "--porcelain"))
+        self.capsys.readouterr()
+        code = self.toy.run(command, "--checkout", f"toy={self.folder}", "--json", *args)
+        out, err = self.capsys.readouterr()
+        if code:
+            assert (git(self.folder, "rev-parse", "HEAD"), git(self.folder, "status", "--porcelain")) == before
+        report = json.loads(out)
+        return code, report.get("targets", {}).get("toy", report), err
+
+    def statuses(self, *args: str) -> tuple[int, dict[str, list[str]]]:
+        """Exit code of apply, and the status of every edit by patch."""
+        code, report, _ = self.run("apply", *args)
+        return code, {p["id"].split("/")[1]: [e["status"] for e in p["edits"]] for p in report["patches"]}
+
+    @property
+    def core(self) -> str:
+        return (self.folder / "toy/core.py").read_bytes().decode()

@@ -106,9 +106,6 @@ def _options(args: argparse.Namespace) -> Options:
     root = find_root(args.root)
     get = vars(args).get
     installed = bool(get("installed"))
-    outside = sorted(set(args.target) - {t for t, _ in args.checkout}) if args.checkout else []
-    if outside:
-        raise NeaptideError(f"--target {outside[0]} without its --checkout", wanted="both", todo="Give its folder too.")
     if installed and args.checkout:
         raise NeaptideError("--installed with --checkout", wanted="one of the two", todo="Run the command twice.")
     if get("python") and not installed:

@@ -109,13 +109,13 @@ def _check_frozen(work: Work, plan: Plan) -> None:
 
 def _write(session: Session, work: Work, plan: Plan, accepted: Accepted, written: list[str]) -> dict[str, str]:
     """Write one target and import what was written; a package that no longer imports is put back."""
-    before = work.place.snapshot()
+    undo = work.place.undo_point()
     if session.options.dry_run or not work.place.write(plan, accepted):
         return {"detail": "nothing was written", "result": "skipped"}
     smoke = verify.import_smoke(plan, work.place, session.options.python)
     session.progress.note(f"{work.place.label}: import smoke {smoke.result}: {smoke.detail}")
     if smoke.result == "failed":
-        work.place.restore(before)
+        undo()
         raise NeaptideError(
             f"the patched package does not import ({smoke.detail})", wanted="every touched module to import",
             todo="The tree was put back; mend the patch.", where=work.place.label, code=ExitCode.UNVERIFIED,

@@ -6,7 +6,7 @@ journal removed. Until the ref has moved a recovery goes back, afterwards it goe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -152,13 +152,10 @@ class GitPlace:
         head = self.repo.head()
         self._check_paths(head, self._changed(head, self.build(plan)[0]))
 
-    def snapshot(self) -> tuple[str, Record | None]:
-        """What ``restore`` needs to come back to the present state."""
-        return self.repo.head(), self.record()
-
-    def restore(self, snapshot: tuple[str, Record | None]) -> None:
-        head, record = snapshot
-        self._move(self.repo.head(), head, record)
+    def undo_point(self) -> Callable[[], None]:
+        """A function that comes back to the present state."""
+        head, record = self.repo.head(), self.record()
+        return lambda: self._move(self.repo.head(), head, record)
 
     def write(self, plan: Plan, accepted: Accepted) -> bool:
         """Commit the plan; False if exactly that is there already."""

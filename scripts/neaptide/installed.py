@@ -8,7 +8,7 @@ package has changed yet.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -151,14 +151,12 @@ class InstalledPlace:
         self._change({}, None)
         return True
 
-    def snapshot(self) -> tuple[Mapping[str, bytes], Record | None]:
-        """What ``restore`` needs to come back to the present state."""
+    def undo_point(self) -> Callable[[], None]:
+        """A function that comes back to the present state."""
         record = self.record()
         paths = record.files if record is not None else ()
-        return {p: data for p in paths if (data := self._current(p)) is not None}, record
-
-    def restore(self, snapshot: tuple[Mapping[str, bytes], Record | None]) -> None:
-        self._change(*snapshot)
+        files = {p: data for p in paths if (data := self._current(p)) is not None}
+        return lambda: self._change(files, record)
 
     def _change(self, files: Mapping[str, bytes], record: Record | None) -> None:
         """Make ``files`` the touched files of the package and ``record`` what is known of them."""

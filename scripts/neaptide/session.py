@@ -98,6 +98,12 @@ class Session:
                 todo="Check the spelling, or choose another pin.",
             )  # fmt: skip
 
+        for target in self.options.targets:
+            if self.options.checkouts and target not in self.options.checkouts:
+                raise NeaptideError(
+                    f"--target {target} without its --checkout", wanted="both", todo="Give its folder too."
+                )
+
     @property
     def targets(self) -> list[str]:
         if self.options.checkouts:

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PINS, ROOT, Trees
 from neaptide import verify
 from neaptide.cli import main
 from neaptide.pins import load_lock, load_pin
+from real import PINS, ROOT, Trees
 from toy import commit_all, git
 
 

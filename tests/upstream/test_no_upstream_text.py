@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import ROOT, Trees
+from real import ROOT, Trees
 
 RUN = 5
 # The licence is a standard text that both sides carry; locks hold hashes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 import pytest
-from conftest import PINS, Trees, patches_of, run_python
+from real import PINS, Trees, patches_of, run_python
 
 CASES = [pytest.param(pin, patch, id=f"{pin}-{patch.target}-{patch.name}") for pin in PINS for patch in patches_of(pin)]
 

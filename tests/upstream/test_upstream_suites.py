@@ -12,9 +12,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from conftest import ROOT, Trees, patches_of, run_python
 from neaptide.cli import main
 from neaptide.series import load_series
+from real import ROOT, Trees, patches_of, run_python
 
 # Files of tests/, with the tests that pass on the pristine tree on a CPU.
 VLLM = {
