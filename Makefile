@@ -11,7 +11,7 @@ apply: .venv/ready
 	$(BIN)/neaptide apply
 
 test: .venv/ready-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: .venv/ready-lint
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from ast_grep_py import SgNode, SgRoot
 
 from neaptide.errors import NeaptideError
@@ -33,6 +34,11 @@ class Match:
     start: int
     end: int
     captures: dict[str, Capture]
+
+
+def rule_text(rule: Rule) -> str:
+    """A rule on one line, as people write it."""
+    return rule if isinstance(rule, str) else yaml.safe_dump(rule, default_flow_style=True, width=10**6).strip()
 
 
 def check_rule(rule: Rule, where: str) -> None:

@@ -20,13 +20,13 @@ from neaptide.git import GitError
 from neaptide.output import Progress, print_json
 from neaptide.session import Options, Session
 
-_COMMANDS: dict[str, tuple[str, Callable[[Session], commands.Result]]] = {
-    "apply": ("apply the series to unpacked sdists, checkouts or installed packages", commands.apply),
-    "status": ("say what is on disk at each target", commands.status),
-    "verify": ("check again everything that was applied", commands.verify_places),
-    "revert": ("put back the bytes that were there before", commands.revert),
-    "export": ("write the applied series as patches, with manifest and locks", commands.apply),
-    "pins": ("list the pins, or record a pin's lock", commands.pins),
+_COMMANDS = {
+    "apply": "apply the series to unpacked sdists, checkouts or installed packages",
+    "status": "say what is on disk at each target",
+    "verify": "check again everything that was applied",
+    "revert": "put back the bytes that were there before",
+    "export": "write the applied series as patches, with manifest and locks",
+    "pins": "list the pins, or record a pin's lock",
 }
 
 
@@ -51,8 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"neaptide {__version__}")
     subs = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (text, _) in _COMMANDS.items():
-        _add_options(subs.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."), name)
+    for name, text in _COMMANDS.items():
+        sub = subs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+        _add_options(sub, name)
     return parser
 
 
@@ -129,11 +130,16 @@ def _options(args: argparse.Namespace) -> Options:
 
 def _run(args: argparse.Namespace, progress: Progress) -> commands.Result:
     session = Session(_options(args), progress)
-    if args.command == "export":
-        return commands.export(session, args.output.resolve() if args.output else None)
-    if args.command == "pins" and args.lock:
-        return commands.lock_pin(session)
-    return _COMMANDS[args.command][1](session)
+    output = args.output.resolve() if args.command == "export" and args.output else None
+    run: dict[str, Callable[[], commands.Result]] = {
+        "apply": lambda: commands.apply(session),
+        "status": lambda: commands.status(session),
+        "verify": lambda: commands.verify_places(session),
+        "revert": lambda: commands.revert(session),
+        "export": lambda: commands.export(session, output),
+        "pins": lambda: commands.lock_pin(session) if args.lock else commands.pins(session),
+    }
+    return run[args.command]()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

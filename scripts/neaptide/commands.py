@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,37 +37,93 @@ def apply(session: Session) -> Result:
         for work in works:
             work.place.require_clean()
         plans = [(w, session.plan(w, chosen[w.place.target])) for w in works]
-        accepted = {w.place.target: _accepted(w, p, options.accept) for w, p in plans}
+        accepted = {w.place.target: _accepted(session, w, p) for w, p in plans}
         for work, plan in plans:
             show_plan(plan, work.place.label, accepted[work.place.target], session.progress)
+            _show_taken_out(session, work, plan)
         out = {w.place.target: plan_dict(p, accepted[w.place.target]) for w, p in plans}
         _show_skipped(session)
+        result: dict[str, Any] = {"skipped": session.skipped, "targets": out, "written": []}
         code = max((p.exit_code(accepted[w.place.target]) for w, p in plans), key=_severity, default=ExitCode.DONE)
         if code is not ExitCode.DONE:
             session.progress.note(_what_now(code, plans, accepted))
-            return code, {"targets": out, "written": []}
+            return code, result
         for work, plan in plans:
             verify.check_plan(plan, work.place)
             if options.frozen:
                 _check_frozen(work, plan)
             work.place.precheck(plan)
-        written: list[str] = []
-        try:
-            for work, plan in plans:
-                out[work.place.target]["smoke"] = _write(session, work, plan, accepted[work.place.target], written)
-        finally:
-            if trees_only(options) and not options.dry_run:
-                session.write_tree_record()
-        _say_written(session, works, written)
-        return ExitCode.DONE, {"skipped": session.skipped, "targets": out, "written": written}
+        if not options.dry_run:
+            result["written"] = _write_all(session, plans, accepted, out)
+        _say_written(session, works, result["written"])
+        return _gone(session, plans), result
+
+
+def _write_all(
+    session: Session, plans: Sequence[tuple[Work, Plan]], accepted: dict[str, Accepted], out: dict[str, Any]
+) -> list[str]:
+    """Write every target; if one does not hold what was written, all are put back."""
+    written: list[str] = []
+    undo: list[Callable[[], None]] = []
+    try:
+        for work, plan in plans:
+            before = work.place.undo_point()
+            smoke = verify.Smoke("skipped", "nothing was written")
+            if work.place.write(plan, accepted[work.place.target]):
+                undo.append(before)
+                written.append(work.place.target)
+                smoke = verify.import_smoke(plan, work.place, session.options.python)
+                session.progress.note(f"{work.place.label}: import smoke {smoke.result}: {smoke.detail}")
+            out[work.place.target]["smoke"] = {"detail": smoke.detail, "result": smoke.result}
+            if smoke.result == "failed":
+                raise NeaptideError(
+                    f"the patched package does not import ({smoke.detail})", wanted="every touched module to import",
+                    todo="All targets were put back; mend the patch.", where=work.place.label,
+                    code=ExitCode.UNVERIFIED,
+                )  # fmt: skip
+    except NeaptideError:
+        for step in reversed(undo):
+            step()
+        raise
+    finally:
+        if trees_only(session.options):
+            session.write_tree_record()
+    return written
+
+
+def _show_taken_out(session: Session, work: Work, plan: Plan) -> None:
+    """Name the patches that are applied now and not in the plan."""
+    record = work.place.record()
+    planned = {p.patch.id for p in plan.patches}
+    gone = [p["id"] for p in record.patches if p["id"] not in planned] if record is not None else []
+    if gone:
+        session.progress.note(f"{work.place.label}: takes out {', '.join(gone)}")
+
+
+def _gone(session: Session, plans: Sequence[tuple[Work, Plan]]) -> ExitCode:
+    """Findings, if a patch that the pin's lock holds was retired or superseded: somebody should read why."""
+    over = (Status.RETIRED, Status.SUPERSEDED)
+    names = [
+        f"{p.patch.id} ({p.status.value}: {p.detail})"
+        for work, plan in plans
+        for p in plan.patches
+        if p.status in over and work.lock is not None and p.patch.name in work.lock.patches
+    ]
+    if names:
+        session.progress.note(f"to read: the pin's lock holds patches that no longer apply: {'; '.join(names)}")
+    return ExitCode.FINDINGS if names else ExitCode.DONE
 
 
 def _severity(code: ExitCode) -> int:
     return [ExitCode.DONE, ExitCode.FINDINGS, ExitCode.DRIFT, ExitCode.UNVERIFIED, ExitCode.CONFLICT].index(code)
 
 
-def _accepted(work: Work, plan: Plan, now: Sequence[str]) -> Accepted:
-    names = [n.removeprefix(f"{work.place.target}/") for n in now]
+def _accepted(session: Session, work: Work, plan: Plan) -> Accepted:
+    """Drift that may be written: remembered, or named on the command line now."""
+    names = [n.removeprefix(f"{work.place.target}/") for n in session.options.accept]
+    drifted = {o.patch for o in plan.outcomes if o.status is Status.DRIFT}
+    for name in sorted({p.patch.name for p in plan.patches} & set(names) - drifted):
+        session.progress.note(f"{work.place.label}: {name} has no drift to accept")
     return accepted_in(plan, names, work.place.accepted())
 
 
@@ -99,29 +155,16 @@ def _check_frozen(work: Work, plan: Plan) -> None:
         for path, hashes in file_hashes(plan).items():
             if hashes["after"] != lock.after.get(path) or hashes["before"] != lock.before.get(path):
                 problems.append(f"{path} differs from the lock")
+        if isinstance(work.place, GitPlace):
+            trees = [work.place.repo.tree(c) for c in (work.place.base(), work.place.build(plan)[0])]
+            if trees != [lock.tree_before, lock.tree_after]:
+                problems.append(f"the trees {trees[0]} and {trees[1]} are not those of the lock")
     if problems:
         raise NeaptideError(
             "; ".join(problems), wanted="the lock to match, since --frozen was given",
             todo="Use the series that the lock was made with, or make it anew with `neaptide pins --lock`.",
             where=work.place.label, code=ExitCode.UNVERIFIED,
         )  # fmt: skip
-
-
-def _write(session: Session, work: Work, plan: Plan, accepted: Accepted, written: list[str]) -> dict[str, str]:
-    """Write one target and import what was written; a package that no longer imports is put back."""
-    undo = work.place.undo_point()
-    if session.options.dry_run or not work.place.write(plan, accepted):
-        return {"detail": "nothing was written", "result": "skipped"}
-    smoke = verify.import_smoke(plan, work.place, session.options.python)
-    session.progress.note(f"{work.place.label}: import smoke {smoke.result}: {smoke.detail}")
-    if smoke.result == "failed":
-        undo()
-        raise NeaptideError(
-            f"the patched package does not import ({smoke.detail})", wanted="every touched module to import",
-            todo="The tree was put back; mend the patch.", where=work.place.label, code=ExitCode.UNVERIFIED,
-        )  # fmt: skip
-    written.append(work.place.target)
-    return {"detail": smoke.detail, "result": smoke.result}
 
 
 def _show_skipped(session: Session) -> None:
@@ -278,7 +321,7 @@ def lock_pin(session: Session) -> Result:
             show_plan(plan, place.label, frozenset(), session.progress)
             code = plan.exit_code()
             if code is not ExitCode.DONE:
-                return code, {"targets": {place.target: plan_dict(plan, frozenset())}, "written": False}
+                return code, {"targets": {place.target: plan_dict(plan, frozenset())}, "written": []}
             verify.check_plan(plan, place)
             hashes = file_hashes(plan)
             end, _ = place.build(plan)
@@ -289,10 +332,13 @@ def lock_pin(session: Session) -> Result:
                 tree_before=place.repo.tree(place.base()),
                 tree_after=place.repo.tree(end),
                 patches={p.patch.name: p.patch.digest for p in plan.patches if p.status is Status.CLEAN},
+                artefact=work.artefact,
             )
     path, data = lock_path(session.options.root, session.pin.name), encode_lock(session.pin.name, locks)
     changed = not path.is_file() or path.read_bytes() != data
     if changed and not session.options.dry_run:
         write_bytes(path, data)
-    session.progress.note(f"{path.name}: {'written' if changed else 'unchanged'}")
-    return ExitCode.DONE, {"lock": path.name, "written": changed and not session.options.dry_run}
+    how = "unchanged" if not changed else "would change" if session.options.dry_run else "written"
+    session.progress.note(f"{path.name}: {how}")
+    code = ExitCode.FINDINGS if how == "would change" else ExitCode.DONE
+    return code, {"lock": path.name, "skipped": session.skipped, "written": [path.name] if how == "written" else []}

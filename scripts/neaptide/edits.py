@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from neaptide.anchor import Match, find
+from neaptide.anchor import Match, find, rule_text
 from neaptide.errors import NeaptideError
 from neaptide.guard import node_guard
 from neaptide.model import Edit, Patch
@@ -178,11 +178,11 @@ def make_edit(series: SeriesState, patch: Patch, edit: Edit, allowed: set[str]) 
 
 
 def expectation_span(source: Source, edit: Edit) -> tuple[int, int] | None:
-    """Where ``expect`` is asked: the symbol, or the module where the edit replaces the whole definition."""
+    """Where ``expect`` is asked: the symbol; the module, where the edit replaces it whole or stands beside it."""
     symbol = find_symbol(source.tree, edit.symbol)
     if symbol is None:
         return None
-    whole = edit.operation == "replace" and edit.match is None
+    whole = edit.match is None and edit.operation in ("replace", "before", "after")
     return span_of(source, source.tree if whole else symbol)
 
 
@@ -194,5 +194,5 @@ def unmet_expectation(series: SeriesState, edit: Edit) -> str:
         return f"the symbol {edit.symbol} is gone"
     for rule in edit.expectations:
         if not find(working.source, rule, span, lambda s, e: not working.inside_ours(s, e)):
-            return f"{rule!r} has no match that reaches upstream's code"
+            return f"{rule_text(rule)} has no match that reaches upstream's code"
     return ""

@@ -73,6 +73,7 @@ def _download(artefact: TargetPin, path: Path, progress: Progress) -> None:
     finder = PackageFinder(index_urls=indexes, no_binary=[":all:"])
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    best = None
     try:
         best = finder.find_best_match(f"{artefact.package}=={artefact.version}").best
         if best is None or best.link.filename != name:
@@ -91,7 +92,7 @@ def _download(artefact: TargetPin, path: Path, progress: Progress) -> None:
     except NeaptideError:
         raise
     except Exception as error:
-        host = urlsplit(best.link.url).hostname if "best" in locals() and best else "the package index"
+        host = urlsplit(best.link.url).hostname if best is not None else "the package index"
         raise NeaptideError(
             f"the download failed ({type(error).__name__}: {error})", wanted=f"{name} from {host}",
             todo="Check the network and run again.", where=artefact.described,

@@ -6,6 +6,8 @@ journal removed. Until the ref has moved a recovery goes back, afterwards it goe
 
 from __future__ import annotations
 
+import email
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -103,6 +105,19 @@ class GitPlace:
                 "Move HEAD to one of the two.",
             )  # fmt: skip
         return head
+
+    def check_version(self) -> None:
+        """Refuse a checkout that declares another version than the pin's; eras are chosen by it.
+
+        Raises:
+            NeaptideError: PKG-INFO or pyproject.toml name another version. A checkout that declares none is taken.
+        """
+        found = declared_version(self.repo.blob("HEAD", "PKG-INFO"), self.repo.blob("HEAD", "pyproject.toml"))
+        if found and found != self.artefact.version:
+            raise self._refuse(
+                f"the checkout declares version {found}", f"{self.artefact.version}, as in the pin {self.pin.name}",
+                "Check that version out, or choose the pin that fits with --pin.",
+            )  # fmt: skip
 
     def require_clean(self) -> None:
         dirty = self.repo.dirty()
@@ -293,6 +308,17 @@ class GitPlace:
 def _checked_journal(data: Any) -> dict[str, Any]:
     wanted = ("from", "paths", "record_after", "record_before", "ref", "to")
     return {**data, **{key: data[key] for key in wanted}}
+
+
+def declared_version(pkg_info: bytes | None, pyproject: bytes | None) -> str:
+    """The version that a source tree states: in PKG-INFO, else statically in pyproject.toml; else nothing."""
+    if pkg_info is not None:
+        return str(email.message_from_bytes(pkg_info).get("Version", ""))
+    try:
+        project = tomllib.loads((pyproject or b"").decode("utf-8")).get("project", {})
+    except ValueError:
+        return ""
+    return str(project.get("version", ""))
 
 
 def create_tree(top: Path, date: str) -> None:

@@ -70,10 +70,16 @@ class Anchor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Condition(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A condition the tool can check: a version bound, or an anchor that appears."""
+    """A condition the tool can check: a version bound, an anchor that appears, or several of these."""
 
     version: str | None = None
     anchor: Anchor | None = None
+    all: list[Condition] | None = None
+
+    @property
+    def leaves(self) -> list[Condition]:
+        """The single conditions, all of which must hold."""
+        return [leaf for part in self.all for leaf in part.leaves] if self.all is not None else [self]
 
 
 class Overlay(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,10 +92,11 @@ class Overlay(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Era(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Edits for the versions that ``applies`` admits, beside the patch's common edits."""
+    """Edits and relied-on code for the versions that ``applies`` admits, beside the patch's common ones."""
 
     applies: Text
-    edits: list[Edit]
+    edits: list[Edit] = []
+    requires: list[Anchor] = []
 
 
 class Recovery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +115,7 @@ class TestChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``patch.yaml``."""
+    """``patch.yaml``. ``requires`` names code that the patch relies on without editing it; it is guarded, too."""
 
     title: Text
     description: Text
@@ -122,6 +129,7 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     after: list[str] = []
     applies: str = ""
     expected_test_changes: list[TestChange] = []
+    requires: list[Anchor] = []
     overlay: list[Overlay] = []
     edits: list[Edit] = []
     eras: list[Era] = []
@@ -135,7 +143,7 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Patch(Struct, frozen=True, kw_only=True):
     """A patch as loaded: its header, its place in the repository, and its identity.
 
-    ``digest`` is the sha256 over the folder's files and its overlay files.
+    ``digest`` is the sha256 over what decides the applied bytes: ``patch.yaml``, code files, overlay files.
     """
 
     target: str

@@ -103,9 +103,13 @@ class _Placer:
         return Splice(start, end, self._render(code, None, self.source.line_indentation(start)))
 
     def whole_symbol(self) -> Splice:
-        """``replace`` the definition, or ``start``/``end`` of its body."""
+        """``replace`` the definition, ``before`` or ``after`` it, or ``start``/``end`` of its body."""
+        assert isinstance(self.symbol, ast.stmt)
+        if self.edit.before is not None:
+            return self._before(self.symbol, self._code(self.edit.before), None)
+        if self.edit.after is not None:
+            return self._after(self.symbol, self._code(self.edit.after), None)
         if self.edit.replace is not None:
-            assert isinstance(self.symbol, ast.stmt)
             start, end = self.source.span(self.symbol)
             indentation = self._own_line(self.symbol)
             code = self._code(self.edit.replace, definition=True)

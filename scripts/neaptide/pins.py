@@ -109,6 +109,7 @@ class TargetLock:
         before, after: sha256 of every file that the whole series touches; None where absent.
         tree_before, tree_after: git tree ids of the whole tree.
         patches: digest of every patch that was applied.
+        artefact: the pin's entry that was locked, so that a bumped pin can show upstream's change.
     """
 
     guards: Mapping[str, Mapping[str, Guards]]
@@ -117,6 +118,7 @@ class TargetLock:
     tree_before: str
     tree_after: str
     patches: Mapping[str, str]
+    artefact: TargetPin
 
 
 def lock_path(root: Path, pin: str) -> Path:
@@ -143,6 +145,7 @@ def _lock_from(entry: Mapping[str, Any]) -> TargetLock:
         tree_before=entry["tree_before"],
         tree_after=entry["tree_after"],
         patches=entry["patches"],
+        artefact=msgspec.convert(entry["artefact"], TargetPin),
     )
 
 
@@ -155,6 +158,7 @@ def encode_lock(pin: str, locks: Mapping[str, TargetLock]) -> bytes:
                 patch: {k: {"site": g.site, "symbol": g.symbol} for k, g in edits.items()}
                 for patch, edits in lock.guards.items()
             },
+            "artefact": {k: v for k, v in msgspec.to_builtins(lock.artefact).items() if v and k != "note"},
             "patches": dict(lock.patches),
             "tree_after": lock.tree_after,
             "tree_before": lock.tree_before,

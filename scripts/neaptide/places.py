@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 from neaptide import __version__, jsonfile
-from neaptide.outcomes import Plan, drift_key
+from neaptide.outcomes import Plan, Reader, drift_key
 
 LOCK_NAME = "neaptide.lock.json"
 Accepted = frozenset[tuple[str, str, str]]
@@ -97,17 +98,22 @@ def patch_rows(plan: Plan) -> list[dict[str, str]]:
 
 
 def accepted_in(plan: Plan, patches: Sequence[str], known: Accepted) -> Accepted:
-    """Drift of ``plan`` that is accepted: named now by patch, or remembered from before."""
+    """Drift that is accepted: of ``plan``, named now by patch or remembered; of patches not in it, as remembered."""
     drift = {drift_key(o) for o in plan.outcomes if o.status == "drift"}
-    return frozenset(d for d in drift if d in known or d[0] in patches)
+    planned = {p.patch.name for p in plan.patches}
+    kept = {d for d in known if d[0] not in planned}
+    return frozenset(kept | {d for d in drift if d in known or d[0] in patches})
 
 
 class Place(Protocol):
-    """A tree that a series is applied to. ``root`` holds the package folder."""
+    """A tree that a series is applied to; ``label`` names it in messages."""
 
     target: str
     label: str
 
+    def lock(self) -> AbstractContextManager[None]: ...
+    def require_clean(self) -> None: ...
+    def reader(self) -> Reader: ...
     def state(self) -> State: ...
     def recover(self) -> str: ...
     def record(self) -> Record | None: ...

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-from neaptide.anchor import check_rule, find
+from neaptide.anchor import check_rule, find, rule_text
 from neaptide.edits import SeriesState, make_edit, resolve_edit, span_of, unmet_expectation
 from neaptide.errors import NeaptideError
 from neaptide.guard import node_guard
-from neaptide.model import Condition, Edit, Patch, expand, expand_edit
+from neaptide.model import Anchor, Condition, Edit, Patch, expand, expand_edit
+from neaptide.names import unbound_names
 from neaptide.operations import Unplaceable
 from neaptide.outcomes import WORST_LAST, EditOutcome, Guards, PatchPlan, Plan, Status, Subject
-from neaptide.series import after_closure, applicable, applies_to, edits_for, overlay_source, overlays_for
+from neaptide.series import after_closure, applicable, applies_to, edits_for, overlay_source, overlays_for, requires_for
 from neaptide.symbols import MODULE, find_symbol
 from neaptide.text import Source
 
@@ -39,14 +41,16 @@ def _plan_patch(series: SeriesState, patch: Patch) -> PatchPlan:
         (patch.header.retire_when, Status.RETIRED),
         (patch.header.superseded_when, Status.SUPERSEDED),
     ):
-        if condition is not None and _holds(series, patch, condition):
-            return PatchPlan(patch, status, (), {}, _describe(condition))
+        if condition is not None and all(_holds(series, patch, leaf) for leaf in condition.leaves):
+            detail = "; ".join(_describe(leaf) for leaf in condition.leaves)
+            return PatchPlan(patch, status, (), {}, detail)
     outcomes = _plan_overlays(series, patch)
     files = {
         overlay.dest: overlay_source(patch, overlay).read_bytes()
         for overlay, outcome in zip(overlays_for(patch, subject.version), outcomes, strict=True)
         if outcome.status is not Status.CONFLICT
     }
+    outcomes += [_plan_requirement(series, patch, anchor) for anchor in requires_for(patch, subject.version)]
     keys: Counter[str] = Counter()
     changed: set[str] = set()
     for edit in edits_for(patch, subject.version):
@@ -58,6 +62,7 @@ def _plan_patch(series: SeriesState, patch: Patch) -> PatchPlan:
         outcomes.append(outcome)
         if outcome.status is not Status.CONFLICT:
             changed.add(edit.file)
+    outcomes += _unbound(series, patch, sorted(changed))
     for path in sorted(changed):
         files[path] = series.working[path].source.text.encode("utf-8")
     status = max((o.status for o in outcomes), key=WORST_LAST.index)
@@ -85,7 +90,27 @@ def _describe(condition: Condition) -> str:
     if condition.version is not None:
         return f"version {condition.version}"
     assert condition.anchor is not None
-    return f"{condition.anchor.file} has {condition.anchor.symbol} with the anchored code"
+    anchor = condition.anchor
+    what = f" with {rule_text(anchor.match)}" if anchor.match is not None else ""
+    return f"{anchor.file} has {anchor.symbol}{what}"
+
+
+def _plan_requirement(series: SeriesState, patch: Patch, anchor: Anchor) -> EditOutcome:
+    """Code that the patch relies on: as it was, changed (drift), or missing (conflict)."""
+    names = dict(series.subject.names)
+    file, symbol = expand(anchor.file, names), expand(anchor.symbol, names)
+    key = f"requires:{file}::{symbol}"
+    outcome = partial(EditOutcome, patch.name, key, file, symbol)
+    if not file.endswith(".py"):
+        data = series.subject.read(file)
+        if data is None:
+            return outcome(Status.CONFLICT, "a file that the patch relies on is missing")
+        return _judge(series, patch, key, file, symbol, Guards(hashlib.sha256(data).hexdigest(), ""))
+    source = series.source(file)
+    node = find_symbol(source.tree, symbol) if source is not None else None
+    if source is None or node is None:
+        return outcome(Status.CONFLICT, "code that the patch relies on is missing")
+    return _judge(series, patch, key, file, symbol, Guards(node_guard(node), ""))
 
 
 def _plan_overlays(series: SeriesState, patch: Patch) -> list[EditOutcome]:
@@ -122,17 +147,31 @@ def _plan_edit(series: SeriesState, patch: Patch, edit: Edit, key: str) -> EditO
             "an edit targets a file that an overlay module replaces", wanted="the change in the overlay itself",
             todo="Move it there.", where=where,
         )  # fmt: skip
+    outcome = partial(EditOutcome, patch.name, key, edit.file, edit.symbol)
     try:
         allowed = after_closure(patch, series.patches)
         guards = resolve_edit(series, patch, edit, where, allowed)
         make_edit(series, patch, edit, allowed)
     except Unplaceable as reason:
-        return EditOutcome(patch.name, key, edit.file, edit.symbol, Status.CONFLICT, str(reason))
+        change = _upstream_change(series, edit.file, edit.symbol)
+        return outcome(Status.CONFLICT, str(reason), upstream_change=change)
     unmet = unmet_expectation(series, edit)
     if unmet:
-        detail = f"post-condition not met: {unmet}"
-        return EditOutcome(patch.name, key, edit.file, edit.symbol, Status.UNMET, detail, guards)
+        change = _upstream_change(series, edit.file, edit.symbol)
+        return outcome(Status.UNMET, f"post-condition not met: {unmet}", guards, upstream_change=change)
     return _judge(series, patch, key, edit.file, edit.symbol, guards)
+
+
+def _unbound(series: SeriesState, patch: Patch, paths: Sequence[str]) -> list[EditOutcome]:
+    """Files in which the patch's new code reads a name that nothing binds: a NameError no import would show."""
+    out = []
+    for path in paths:
+        working = series.working[path]
+        names = unbound_names(working.source, [(o.start, o.end) for o in working.owned if o.patch == patch.name])
+        if names:
+            detail = f"post-condition not met: the new code reads {', '.join(names)}, which nothing binds there"
+            out.append(EditOutcome(patch.name, f"names:{path}", path, MODULE, Status.UNMET, detail))
+    return out
 
 
 def _judge(series: SeriesState, patch: Patch, key: str, file: str, symbol: str, found: Guards) -> EditOutcome:
@@ -154,12 +193,15 @@ def _judge(series: SeriesState, patch: Patch, key: str, file: str, symbol: str, 
     if recorded.site == found.site and found.site:
         detail = "the symbol changed, the anchored statement did not"
         return outcome(Status.MOVED, detail, upstream_change=change)
-    detail = "the anchored statement or a block around it changed"
-    return outcome(Status.DRIFT, detail, upstream_change=change)
+    relied_on = key.startswith("requires:")
+    what = "code that the patch relies on" if relied_on else "the anchored statement or a block around it"
+    return outcome(Status.DRIFT, f"{what} changed", upstream_change=change)
 
 
 def _upstream_change(series: SeriesState, file: str, symbol: str) -> str:
     """Upstream's own old-to-new diff of a symbol, made from the pin's bytes when they are at hand."""
+    if not file.endswith(".py"):
+        return ""
     old, new = series.subject.original(file), series.source(file)
     if old is None or new is None:
         return ""

@@ -48,6 +48,7 @@ def show_plan(plan: Plan, label: str, accepted: Accepted, progress: Progress) ->
             [patch.status.value, patch.patch.id, patch.detail or f"{edits} of {len(patch.outcomes)} edits placed"]
         )
     progress.table(label, ("outcome", "patch", ""), rows)
+    shown: set[str] = set()
     for outcome in plan.outcomes:
         if outcome.status is Status.CLEAN:
             continue
@@ -56,7 +57,10 @@ def show_plan(plan: Plan, label: str, accepted: Accepted, progress: Progress) ->
             f"{outcome.status.value}{read}: {plan.subject.target}/{outcome.patch}: "
             f"{outcome.file} {outcome.symbol}: {outcome.detail}"
         )
-        if outcome.upstream_change:
+        if outcome.upstream_change and outcome.upstream_change not in shown:
+            shown.add(outcome.upstream_change)
             progress.note(outcome.upstream_change)
+        elif outcome.upstream_change:
+            progress.note("(upstream's change: as shown above)")
         elif outcome.status in (Status.DRIFT, Status.MOVED):
             progress.note("(the pin's own text is not at hand, so upstream's change cannot be shown)")

@@ -12,7 +12,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
 from neaptide.errors import NeaptideError
-from neaptide.model import CODE_REF, Condition, Edit, Header, Overlay, Patch, expand
+from neaptide.model import CODE_REF, Anchor, Condition, Edit, Header, Overlay, Patch, expand
 from neaptide.symbols import DEFINITIONS, MODULE, is_symbol_name
 from neaptide.yamlfile import load_yaml
 
@@ -86,6 +86,12 @@ def edits_for(patch: Patch, version: str) -> list[Edit]:
     return edits
 
 
+def requires_for(patch: Patch, version: str) -> list[Anchor]:
+    """Code that the patch relies on at a version."""
+    eras = [e for e in patch.header.eras if applicable(e.applies, version)]
+    return [*patch.header.requires, *(anchor for era in eras for anchor in era.requires)]
+
+
 def overlays_for(patch: Patch, version: str) -> list[Overlay]:
     if not applicable(patch.header.applies, version):
         return []
@@ -139,14 +145,17 @@ def _refuse(path: Path, found: str, wanted: str, todo: str = "Mend the patch.") 
 def _check_header(path: Path, header: Header) -> None:
     specifiers = [header.applies, *(o.applies for o in header.overlay), *(e.applies for e in header.eras)]
     conditions = [c for c in (header.retire_when, header.superseded_when) if c is not None]
-    specifiers += [c.version for c in conditions if c.version is not None]
+    specifiers += [leaf.version for c in conditions for leaf in c.leaves if leaf.version is not None]
     for text in specifiers:
         try:
             SpecifierSet(text)
         except InvalidSpecifier as error:
             raise _refuse(path, f"{text!r}", "version specifiers such as '>=1.1,<1.2.6'") from error
     for condition in conditions:
-        _check_condition(path, condition)
+        for leaf in condition.leaves:
+            _check_condition(path, leaf)
+    for anchor in [*header.requires, *(a for era in header.eras for a in era.requires)]:
+        _check_anchor(path, anchor)
     if not header.forwarded.startswith("https://") and header.forwarded not in ("no", "not-needed"):
         raise _refuse(path, f"forwarded: {header.forwarded!r}", "an https URL, no, or not-needed")
     if not (header.edits or header.eras or header.overlay):
@@ -155,13 +164,17 @@ def _check_header(path: Path, header: Header) -> None:
 
 def _check_condition(path: Path, condition: Condition) -> None:
     if (condition.version is None) == (condition.anchor is None):
-        raise _refuse(path, "a condition without exactly one of version and anchor", "one of the two")
+        raise _refuse(path, "a condition without exactly one of version and anchor", "one of the two, or all: [...]")
     if condition.version is not None and not condition.version.strip():
         raise _refuse(path, "a condition on every version", "a version specifier such as '>=0.34'")
     if condition.anchor is not None:
-        inside_package(path, condition.anchor.file)
-        if not is_symbol_name(expand(condition.anchor.symbol, _PLACEHOLDERS)):
-            raise _refuse(path, f"condition on {condition.anchor.symbol!r}", _SYMBOLS)
+        _check_anchor(path, condition.anchor)
+
+
+def _check_anchor(path: Path, anchor: Anchor) -> None:
+    inside_package(path, anchor.file)
+    if not is_symbol_name(expand(anchor.symbol, _PLACEHOLDERS)):
+        raise _refuse(path, f"anchor on {anchor.symbol!r}", _SYMBOLS)
 
 
 def _check_edit(folder: Path, edit: Edit) -> None:
@@ -176,7 +189,7 @@ def _check_edit(folder: Path, edit: Edit) -> None:
         raise _refuse(path, where, _SYMBOLS)
     if (operation == "import_") != (edit.symbol == MODULE):
         raise _refuse(path, f"{where}: {operation.rstrip('_')}", "import on <module>, and nothing else there")
-    if operation in ("before", "after", "wrap", "argument", "delete") and edit.match is None:
+    if operation in ("wrap", "argument", "delete") and edit.match is None:
         raise _refuse(path, f"{where}: {operation} without match", "a match rule")
     if operation in ("default", "constant", "import_") and edit.match is not None:
         raise _refuse(path, f"{where}: {operation.rstrip('_')} with match", "no match rule")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import functools
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from neaptide.distribution import find_installation
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.fetch import check_sha256, sdist_path
 from neaptide.git import Repo
-from neaptide.gitplace import GitPlace, create_tree
+from neaptide.gitplace import GitPlace
 from neaptide.installed import InstalledPlace
 from neaptide.model import Patch
 from neaptide.outcomes import Guards, Plan, Reader, Subject
@@ -29,9 +28,10 @@ from neaptide.pins import (
     load_pin,
     pin_of_commit,
 )
-from neaptide.places import LOCK_NAME, Record, State, load_record
+from neaptide.places import LOCK_NAME, State, load_record
 from neaptide.plan import plan_series
 from neaptide.series import load_series, select
+from neaptide.trees import TreeMaker
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,12 @@ class Session:
 
     @property
     def targets(self) -> list[str]:
-        if self.options.checkouts:
-            return sorted(set(self.options.checkouts) & set(self.options.targets or self.options.checkouts))
-        return sorted(self.options.targets or self.pin.targets)
+        """The targets that the command is about; with --patch, only those of the named patches."""
+        asked = set(self.options.targets or self.options.checkouts or self.pin.targets)
+        if self.options.only:
+            names = {t: {n for p in self.series(t) for n in (p.id, p.name)} for t in asked}
+            asked = {t for t in asked if names[t] & set(self.options.only)} or asked
+        return sorted(asked)
 
     # Places
 
@@ -138,7 +141,9 @@ class Session:
                 return None
             return InstalledPlace(found, target, self.pin, artefact, self.locks.get(target))
         if target in self.options.checkouts:
-            return GitPlace(self.options.checkouts[target], target, self.pin, artefact)
+            place = GitPlace(self.options.checkouts[target], target, self.pin, artefact)
+            place.check_version()
+            return place
         if artefact.sdist is None:
             raise NeaptideError(
                 f"{artefact.described} is a git commit, not on PyPI", wanted=f"--checkout {target}=DIR",
@@ -146,68 +151,13 @@ class Session:
             )  # fmt: skip
         top = self.tree_folder(target)
         if create:
-            top = self._ensure_tree(top, target, artefact)
+            maker = TreeMaker(self.pin, target, artefact, self.progress)
+            scratch = Path(self._scratch.name) if self.options.dry_run else None
+            top = maker.ensure(top, lambda: self._sdist(target, artefact), scratch)
         if not top.is_dir():
             self.skipped[target] = f"{top} does not exist"
             return None
         return GitPlace(top, target, self.pin, artefact)
-
-    def _ensure_tree(self, top: Path, target: str, artefact: TargetPin) -> Path:
-        """The unpacked sdist with its base commit; made whole and checked before it takes its place.
-
-        A dry run makes a missing tree in a temporary folder.
-        """
-        old = GitPlace(top, target, self.pin, artefact) if top.exists() else None
-        if old is not None and self._is_tree_of(old, artefact):
-            return top
-        if self.options.dry_run:
-            top = Path(self._scratch.name) / target
-        elif old is not None:
-            self._require_replaceable(old)
-        source = self._sdist(target, artefact)
-        staging = top.parent / f".{top.name}.new"
-        shutil.rmtree(staging, ignore_errors=True)
-        self.progress.note(f"unpacking {artefact.sdist}")
-        try:
-            tree = self._unpacked(source, staging, target, artefact)
-            if old is not None and not self.options.dry_run:
-                os.replace(top, staging / "old")
-            os.replace(tree, top)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        return top
-
-    def _is_tree_of(self, place: GitPlace, artefact: TargetPin) -> bool:
-        record = place.record()
-        return record is not None and record.artefact.get("sha256") == artefact.sha256
-
-    def _require_replaceable(self, place: GitPlace) -> None:
-        """A tree of an older artefact is replaced only if all of it is ours."""
-        record = place.record()
-        ours = record is not None and "sdist" in record.artefact
-        at_ours = record is not None and place.repo.head() in (record.base["commit"], record.result["commit"])
-        if not ours or not at_ours or place.repo.dirty() or place.repo.untracked():
-            raise NeaptideError(
-                "a folder with changes, or one that neaptide did not make", wanted="an unchanged tree, or no folder",
-                todo="Move it away.", where=str(place.top),
-            )  # fmt: skip
-
-    def _unpacked(self, source: Path, staging: Path, target: str, artefact: TargetPin) -> Path:
-        name = (artefact.sdist or "").removesuffix(".tar.gz")
-        tree = staging / name
-        Repo(source.parent)  # git must be there before anything is unpacked
-        archive.unpack(source, name, tree)
-        create_tree(tree, self.pin.date)
-        repo = Repo(tree)
-        base = {"commit": repo.head(), "tree": repo.tree("HEAD")}
-        record = Record(
-            pin=self.pin.name, target=target, base=base, result=base, patches=[], files={},
-            artefact={"sdist": artefact.sdist or "", "sha256": artefact.sha256 or "",
-                      "package": artefact.package, "version": artefact.version},
-            accepted=frozenset(),
-        )  # fmt: skip
-        write_bytes(repo.path("neaptide") / LOCK_NAME, jsonfile.encode(record.as_dict()))
-        return tree
 
     def _sdist(self, target: str, artefact: TargetPin) -> Path:
         given = self.options.sdists.get(target)
@@ -238,8 +188,6 @@ class Session:
                 )  # fmt: skip
         mine = {n for p in patches for n in (p.id, p.name)}
         only = [n for n in self.options.only if n in mine]
-        if self.options.only and not only:
-            return []
         return select(patches, only, [n for n in self.options.without if n in mine])
 
     def subject(self, work: Work, guards: dict[str, dict[str, Guards]] | None) -> Subject:
@@ -258,9 +206,11 @@ class Session:
         return plan_series(self.subject(work, guards), patches)
 
     def _original(self, work: Work) -> Reader:
-        """The pin's own bytes, for showing what a checkout's upstream changed; None where not at hand."""
-        artefact, place = work.artefact, work.place
+        """The locked artefact's own bytes, for showing what upstream changed since; None where not at hand."""
+        artefact = work.lock.artefact if work.lock is not None else work.artefact
+        place = work.place
 
+        @functools.cache
         def read(path: str) -> bytes | None:
             inside = f"{artefact.package}/{path}"
             if artefact.commit is not None and isinstance(place, GitPlace):

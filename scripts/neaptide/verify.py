@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from neaptide.anchor import find
+from neaptide.anchor import find, rule_text
 from neaptide.contract import broken_promises, dotted_name
 from neaptide.edits import expectation_span
 from neaptide.errors import ExitCode, NeaptideError
@@ -38,7 +38,7 @@ _IN_FORCE = (Status.CLEAN, Status.MOVED, Status.DRIFT)
 
 @dataclass(frozen=True)
 class Smoke:
-    """Result of importing the touched modules: ``imported``, ``skipped`` or ``failed``, and why."""
+    """Outcome of importing the touched modules: ``imported``, ``partly``, ``skipped`` or ``failed``; and of each."""
 
     result: str
     detail: str
@@ -80,13 +80,15 @@ def _unmet(plan: Plan) -> list[str]:
         for raw in edits_for(patch.patch, subject.version):
             edit = expand_edit(raw, dict(subject.names))
             where = f"{patch.patch.id}: {edit.file} {edit.symbol}"
-            source = sources.setdefault(edit.file, Source(files[edit.file].decode("utf-8")))
+            if edit.file not in sources:
+                sources[edit.file] = Source(files[edit.file].decode("utf-8"))
+            source = sources[edit.file]
             span = expectation_span(source, edit)
             if span is None:
                 problems.append(f"{where} is gone")
                 continue
             problems += [
-                f"{where}: {rule!r} does not hold after the series"
+                f"{where}: {rule_text(rule)} does not hold after the series"
                 for rule in edit.expectations
                 if not find(source, rule, span)
             ]
@@ -135,10 +137,11 @@ def import_smoke(plan: Plan, place: Place, python: Path | None = None) -> Smoke:
     ]
     if failed:
         return Smoke("failed", "; ".join(failed))
-    missing = sorted({why for _, how, why in rows if how == "missing"})
-    if missing:
-        return Smoke("skipped", f"not installed here: {', '.join(missing)}")
-    return Smoke("imported", ", ".join(modules))
+    missing = [f"{n} (not installed here: {why})" for n, how, why in rows if how == "missing"]
+    imported = [n for n, how, _ in rows if how == "imported"]
+    said = [f"imported {', '.join(imported)}"] if imported else []
+    said += [f"skipped {', '.join(missing)}"] if missing else []
+    return Smoke("skipped" if not imported else "partly" if missing else "imported", "; ".join(said))
 
 
 def _own_imports(plan: Plan) -> set[str]:

@@ -9,12 +9,17 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from neaptide import verify
+from neaptide.anchor import find
 from neaptide.cli import main
+from neaptide.model import Rule
 from neaptide.pins import load_lock, load_pin
+from neaptide.symbols import find_symbol
+from neaptide.text import Source
 from real import PINS, ROOT, Trees
 from toy import commit_all, git
 
@@ -76,43 +81,108 @@ def test_export_is_stable_and_git_am_gives_the_same_tree(trees: dict[str, Trees]
 
 # Drift on real sources: a checkout made of the sdist's files, with upstream's next change on top
 
-KPOOL = "models/glm5next/nvidia/sparse_indexer.py"
+SHARED, KPOOL = "model_executor/layers/sparse_attn_indexer.py", "models/glm5next/nvidia/sparse_indexer.py"
+ONESHOT = "comm/pcie/pcie_oneshot.py"
+DROP, PROFILE, RANK = "indexer-drop-previous-logits", "profile-decode-logits", "oneshot-rank-data"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Upstream's next commit: in ``symbol`` of ``file``, the first hit of ``match``, in that of ``within``, changes.
+
+    ``new`` stands for it, with ``$MATCH`` for its text and ``$FLAT`` for its text on one line.
+    """
+
+    patch: str
+    file: str
+    symbol: str
+    match: Rule
+    new: str
+    within: Rule | None = None
+
+    @property
+    def target(self) -> str:
+        return "b12x" if self.file == ONESHOT else "vllm"
+
+    def apply(self, text: str) -> tuple[str, str]:
+        """The changed text, and what was put in."""
+        source = Source(text)
+        symbol = find_symbol(source.tree, self.symbol)
+        assert symbol is not None
+        span = (0, len(text)) if self.symbol == "<module>" else source.span(symbol)
+        if self.within is not None:
+            span = (lambda hit: (hit.start, hit.end))(find(source, self.within, span)[0])
+        hit = find(source, self.match, span)[0]
+        old = text[hit.start : hit.end]
+        new = self.new.replace("$MATCH", old).replace("$FLAT", " ".join(old.split()))
+        return text[: hit.start] + new + text[hit.end :], new
+
+
+def name(identifier: str) -> Rule:
+    return {"kind": "identifier", "regex": f"^{identifier}$"}
+
+
+MERGE, RESERVED = "_merge_dcp_topk_global($$$ARGS)", "max_logits_elems = $BYTES"
+OP, KPOOL_OP = "sparse_attn_indexer", "sparse_attn_indexer_kpool"
+CHUNKS = {"pattern": "prefill_metadata.chunks", "inside": {"kind": "for_statement", "field": "right"}}
+IN_A_TEST = {"inside": {"kind": "if_statement", "field": "condition"}}
+REGISTER = "PCIeOneshotAllReduce.register_buffer"
 DRIFTS = {
-    "anchored statement": ("select_k,\n                dcp_rank,", "select_k,\n                dcp_rank + 0,"),
-    "condition around it": ("    if has_prefill:\n", "    if has_prefill and num_tokens:\n"),
+    "shared op, last use": Change(DROP, SHARED, OP, name("dcp_world_size"), "$MATCH + 0", MERGE),
+    "shared op, condition": Change(
+        DROP,
+        SHARED,
+        OP,
+        {"kind": "comparison_operator", "regex": "^deinterleave_idx is None"},
+        "$MATCH and has_prefill",
+    ),
+    "shared op, loop": Change(DROP, SHARED, OP, CHUNKS, "reversed($MATCH)"),
+    "kpool op, last use": Change(DROP, KPOOL, KPOOL_OP, name("dcp_rank"), "$MATCH + 0", MERGE),
+    "kpool op, condition": Change(DROP, KPOOL, KPOOL_OP, {**name("has_prefill"), **IN_A_TEST}, "$MATCH and num_tokens"),
+    "reservation": Change(PROFILE, SHARED, OP, {"kind": "binary_operator"}, "2 * $MATCH", RESERVED),
+    "condition of the FP32 copy": Change(
+        PROFILE, SHARED, OP, {"kind": "comparison_operator", "regex": "deep_select"}, "not $MATCH"
+    ),
+    "kpool reservation": Change(PROFILE, KPOOL, KPOOL_OP, name("prefill_cap_elems"), "$MATCH + 1", RESERVED),
+    "rank data constant": Change(RANK, ONESHOT, "DEFAULT_RANK_DATA_BYTES", {"kind": "integer"}, "16"),
+    "table width": Change(RANK, ONESHOT, "_MAX_RANKS", {"kind": "integer"}, "32"),
+    "registering an input": Change(
+        RANK, ONESHOT, REGISTER, name("list"), "tuple", "self._ext.register_buffer($$$ARGS)"
+    ),
 }
 MOVES = {
-    "another statement of the loop": ("num_rows = q_slice.shape[0]", "num_rows = int(q_slice.shape[0])"),
-    "another statement of the function": ("fp8_dtype = current", "quantised = fp8_dtype = current"),
+    "another statement of the loop": Change(DROP, KPOOL, KPOOL_OP, "num_rows = $ROWS", "$MATCH; checked = True"),
+    "another statement of the function": Change(DROP, SHARED, OP, "fp8_dtype = $TYPE", "$MATCH; checked = True"),
 }
 CLEAN = {
-    "a comment": ("    if has_prefill:\n", "    # a new remark\n    if has_prefill:\n"),
-    "formatting": ("select_k,\n                dcp_rank,", "select_k, dcp_rank,"),
-    "another function": ("def _kpool_compress_insert(", "def added() -> None: ...\n\n\ndef _kpool_compress_insert("),
+    "a comment": Change(DROP, KPOOL, KPOOL_OP, "num_rows = $ROWS", "$MATCH  # new"),
+    "formatting": Change(DROP, KPOOL, KPOOL_OP, {"kind": "argument_list"}, "$FLAT", MERGE),
+    "another function": Change(DROP, KPOOL, "<module>", "logger = $LOGGER", "$MATCH\n\n\ndef added() -> None: ..."),
 }
 
 
 @pytest.fixture
 def no_smoke(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout of the touched files alone cannot be imported."""
+    """A checkout of a part of the files cannot be imported."""
     monkeypatch.setattr(verify, "import_smoke", lambda *args: verify.Smoke("skipped", "not a whole tree"))
 
 
-def changed_checkout(trees: dict[str, Trees], folder: Path, old: str, new: str) -> Path:
-    """Only the touched files: the checks that need a whole tree run elsewhere."""
-    pristine, lock = trees["current"].pristine / "vllm", load_lock(ROOT, "current")["vllm"]
-    for path in [p for p, sha in lock.before.items() if sha is not None]:
-        (folder / "vllm" / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(pristine / "vllm" / path, folder / "vllm" / path)
+def changed_checkout(trees: dict[str, Trees], folder: Path, change: Change) -> tuple[Path, str]:
+    """The files that the series touches (of b12x the whole package), and the change as a commit on top."""
+    pristine = trees["current"].pristine / change.target / change.target
+    if change.target == "b12x":
+        shutil.copytree(pristine, folder / "b12x")
+    touched = [p for p, sha in load_lock(ROOT, "current")[change.target].before.items() if sha is not None]
+    for path in touched:
+        (folder / change.target / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(pristine / path, folder / change.target / path)
     git(folder, "init", "-q", "-b", "main")
     commit_all(folder, "pristine")
-    file = folder / "vllm" / KPOOL
-    text = file.read_text()
-    assert text.count(old) >= 1
-    at = text.index(old, text.index("def sparse_attn_indexer_kpool") if "def " not in old else 0)
-    file.write_text(text[:at] + new + text[at + len(old) :])
+    file = folder / change.target / change.file
+    text, new = change.apply(file.read_text())
+    file.write_text(text)
     commit_all(folder, "upstream moves on")
-    return folder
+    return folder, new
 
 
 @pytest.mark.usefixtures("no_smoke")
@@ -120,17 +190,18 @@ def changed_checkout(trees: dict[str, Trees], folder: Path, old: str, new: str) 
 def test_drift_is_named_shown_and_remembered(
     trees: dict[str, Trees], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkout = changed_checkout(trees, tmp_path, *DRIFTS[name])
-    given = ("apply", "--checkout", f"vllm={checkout}")
+    change = DRIFTS[name]
+    checkout, new = changed_checkout(trees, tmp_path, change)
+    given = ("--checkout", f"{change.target}={checkout}")
     head = git(checkout, "rev-parse", "HEAD")
-    assert run(*given) == 4
+    assert run("apply", *given) == 4
     shown = capsys.readouterr().err
-    assert f"drift: vllm/indexer-drop-previous-logits: {KPOOL} sparse_attn_indexer_kpool" in shown
-    assert f"+{DRIFTS[name][1].splitlines()[-1]}" in shown
+    assert f"drift: {change.target}/{change.patch}: {change.file} {change.symbol.split('.')[0]}" in shown
+    assert any(line.startswith("+") and new in line for line in shown.splitlines())
     assert git(checkout, "rev-parse", "HEAD") == head
-    assert run(*given, "--accept-drift", "vllm/indexer-drop-previous-logits") == 0
-    assert run("revert", "--checkout", f"vllm={checkout}") == 0
-    assert run(*given) == 0, "the accepted drift is remembered"
+    assert run("apply", *given, "--accept-drift", f"{change.target}/{change.patch}") == 0
+    assert run("revert", *given) == 0
+    assert run("apply", *given) == 0, "the accepted drift is remembered"
 
 
 @pytest.mark.usefixtures("no_smoke")
@@ -138,10 +209,22 @@ def test_drift_is_named_shown_and_remembered(
 def test_changes_beside_the_anchor_go_on(
     trees: dict[str, Trees], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkout = changed_checkout(trees, tmp_path, *{**MOVES, **CLEAN}[name])
-    assert run("apply", "--checkout", f"vllm={checkout}") == 0
+    change = {**MOVES, **CLEAN}[name]
+    checkout, _ = changed_checkout(trees, tmp_path, change)
+    assert run("apply", "--checkout", f"{change.target}={checkout}") == 0
     shown = capsys.readouterr().err
-    assert ("moved: vllm/indexer-drop-previous-logits" in shown) == (name in MOVES)
+    assert (f"moved: {change.target}/{change.patch}" in shown) == (name in MOVES)
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_another_release_with_its_version_is_refused(trees: dict[str, Trees], tmp_path: Path) -> None:
+    """b12x 1.1.0 under the pin of 1.5.1 would get code for another backend."""
+    shutil.copytree(trees["r12"].pristine / "b12x", tmp_path / "b12x")
+    git(tmp_path / "b12x", "init", "-q", "-b", "main")
+    commit_all(tmp_path / "b12x", "1.1.0")
+    given = ("apply", "--checkout", f"b12x={tmp_path / 'b12x'}")
+    assert run(*given) == 2
+    assert run(*given, "--pin", "r12") == 0
 
 
 # An installed distribution

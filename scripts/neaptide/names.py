@@ -1,0 +1,70 @@
+"""Names that inserted code reads and nothing binds: a NameError that no import would show."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Sequence
+
+from neaptide.symbols import DEFINITIONS
+from neaptide.text import Source
+
+_SCOPES = (*DEFINITIONS, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_ALWAYS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__class__"}
+
+
+def unbound_names(source: Source, ranges: Sequence[tuple[int, int]]) -> list[str]:
+    """Names read or deleted inside the code-point ``ranges`` that no enclosing scope binds.
+
+    A scope binds a name wherever in it the binding stands; that it runs first is not checked. A module with
+    ``import *`` is taken to bind everything.
+    """
+    if _imports_star(source.tree):
+        return []
+    unbound: set[str] = set()
+
+    def visit(node: ast.AST, known: frozenset[str]) -> None:
+        if isinstance(node, _SCOPES):
+            known = known | _bound_in(node)
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store) and node.id not in known:
+            start = source.span(node)[0]
+            if any(low <= start < high for low, high in ranges):
+                unbound.add(node.id)
+        for child in ast.iter_child_nodes(node):
+            visit(child, known)
+
+    visit(source.tree, _ALWAYS | _bound_in(source.tree))
+    return sorted(unbound)
+
+
+def _imports_star(tree: ast.Module) -> bool:
+    return any(isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(tree))
+
+
+def _bound_in(scope: ast.AST) -> frozenset[str]:
+    """Names that a scope binds itself, not those of the scopes inside it."""
+    names: set[str] = set()
+    todo = list(ast.iter_child_nodes(scope))
+    while todo:
+        node = todo.pop()
+        if isinstance(node, DEFINITIONS):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {a.asname or a.name.split(".")[0] for a in node.names}
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+            names |= set(node.names)
+        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
+            names.add(node.name)
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            names.add(node.rest)
+        elif type(node).__name__ in ("TypeVar", "ParamSpec", "TypeVarTuple"):
+            names.add(node.name)  # type: ignore[attr-defined]
+        if not isinstance(node, _SCOPES):
+            todo.extend(ast.iter_child_nodes(node))
+        else:
+            todo.extend(n for n in ast.walk(node) if isinstance(n, ast.NamedExpr))
+    return frozenset(names)
