@@ -147,6 +147,13 @@ class ToyRepository:
         return self.build / "current" / "toy"
 
 
+OTHER_EDIT = {
+    "file": "other.py",
+    "symbol": "RESULT",
+    "match": "scale([1, 2])",
+    "wrap": "list($MATCH)",
+    "expect": "scale($X)",
+}
 SCALE_EDIT = {
     "file": "core.py",
     "symbol": "scale",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from neaptide import __version__, commands
+from neaptide.bench import command as bench
 from neaptide.errors import NeaptideError
 from neaptide.git import GitError
 from neaptide.output import Progress, print_json
@@ -27,6 +28,7 @@ _COMMANDS = {
     "revert": "put back the bytes that were there before",
     "export": "write the applied series as patches, with manifest and locks",
     "pins": "list the pins, or record a pin's lock",
+    "bench": "measure the real engine, upstream's own against patched",
 }
 
 
@@ -64,6 +66,9 @@ def _add_options(sub: argparse.ArgumentParser, name: str) -> None:
     add("--build", type=Path, default=None, help="folder of unpacked trees (default: ROOT/build)")
     add("--pin", default=None, help="the pin (default: current, or the pin that a checkout stands at)")
     add("--target", action="append", default=[], help="only this target (repeatable)")
+    if name == "bench":
+        bench.add_options(sub)
+        return
     add("--checkout", action="append", type=_pair, default=[], metavar="TARGET=DIR", help="a git checkout")
     add("--sdist", action="append", type=_pair, default=[], metavar="TARGET=FILE", help="an sdist already here")
     if name != "pins" and name != "export":
@@ -107,17 +112,18 @@ def _options(args: argparse.Namespace) -> Options:
     root = find_root(args.root)
     get = vars(args).get
     installed = bool(get("installed"))
-    if installed and args.checkout:
+    checkouts, sdists = get("checkout") or [], get("sdist") or []
+    if installed and checkouts:
         raise NeaptideError("--installed with --checkout", wanted="one of the two", todo="Run the command twice.")
-    if get("python") and not installed:
+    if get("python") and not installed and args.command != "bench":
         raise NeaptideError("--python without --installed", wanted="both", todo="Add --installed.")
     return Options(
         root=root,
         build=(args.build or root / "build").resolve(),
         pin=get("lock") or args.pin,
         targets=tuple(args.target),
-        checkouts={t: p.resolve() for t, p in args.checkout},
-        sdists={t: p.resolve() for t, p in args.sdist},
+        checkouts={t: p.resolve() for t, p in checkouts},
+        sdists={t: p.resolve() for t, p in sdists},
         installed=installed,
         python=_interpreter(get("python")),
         only=tuple(get("patch") or ()),
@@ -129,7 +135,11 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> commands.Result:
-    session = Session(_options(args), progress)
+    options = _options(args)
+    if args.command == "bench":
+        options = bench.options_for(args, options)
+        return bench.run(args, options, Session(options, progress))
+    session = Session(options, progress)
     output = args.output.resolve() if args.command == "export" and args.output else None
     run: dict[str, Callable[[], commands.Result]] = {
         "apply": lambda: commands.apply(session),

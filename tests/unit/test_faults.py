@@ -14,16 +14,9 @@ from pathlib import Path
 
 import pytest
 from neaptide import disk
-from toy import PACKAGE, SCALE_EDIT, VERSION, ToyRepository, commit_all, git, make_checkout, write_files
+from toy import OTHER_EDIT, PACKAGE, SCALE_EDIT, VERSION, ToyRepository, commit_all, git, make_checkout, write_files
 
 KILLED = 77
-OTHER_EDIT = {
-    "file": "other.py",
-    "symbol": "RESULT",
-    "match": "scale([1, 2])",
-    "wrap": "list($MATCH)",
-    "expect": "scale($X)",
-}
 OVERLAY = [{"src": "extra/deep.py", "dest": "extra/deep.py", "mode": "new"}]
 ONE = ("--patch", "first")
 # Options of the apply that the target starts from (None: pristine), and the command that is killed.

@@ -16,15 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from toy import PACKAGE, SCALE_EDIT, TOTAL_EDIT, VERSION, ToyRepository, write_files
+from toy import OTHER_EDIT, PACKAGE, SCALE_EDIT, TOTAL_EDIT, VERSION, ToyRepository, write_files
 
-OTHER_EDIT = {
-    "file": "other.py",
-    "symbol": "RESULT",
-    "match": "scale([1, 2])",
-    "wrap": "list($MATCH)",
-    "expect": "scale($X)",
-}
 OVERLAY = [{"src": "extra/deep.py", "dest": "extra/deep.py", "mode": "new"}]
 FILES = {n: c for n, c in PACKAGE.items() if n.startswith("toy/")}
 Snapshot = dict[str, object]

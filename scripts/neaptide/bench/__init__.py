@@ -1,0 +1,1 @@
+"""Benches: the real engine, upstream's own against patched, in one run."""

@@ -1,0 +1,236 @@
+"""One engine in this process: start it, give it a scenario's requests, write what its memory did.
+
+Run as a script with a vLLM on the path: ``child.py SPEC RESULT``. Imports nothing of neaptide, so that the
+variant under test decides what is imported. Every figure is read from the engine or the allocator.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from importlib import metadata
+from typing import Any
+
+ACTUAL_GRAPH_BYTES: list[int] = []
+LARGEST = 12
+FRAMES = 8
+
+
+def environment(spec: dict[str, Any]) -> None:
+    """Settings that must stand before vLLM or torch is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(spec["runner"] - 1)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    segments = "True" if spec["expandable_segments"] else "False"
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{segments}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the engine loads; ``absent`` where a package is not installed."""
+    names = ("vllm", "torch", "triton", "nvidia-cutlass-dsl", "flashinfer-python", "transformers", "b12x")
+    out = {}
+    for name in names:
+        try:
+            out[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            out[name] = "absent"
+    deep_gemm = sys.modules.get("vllm.third_party.deep_gemm") or sys.modules.get("deep_gemm")
+    out["deep_gemm"] = str(getattr(deep_gemm, "__version__", "loaded" if deep_gemm else "absent"))
+    return out
+
+
+def engine_arguments(spec: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` for a scenario."""
+    arguments: dict[str, Any] = {
+        "model": spec["model_path"],
+        "skip_tokenizer_init": True,
+        "max_model_len": spec["max_model_len"],
+        "max_num_batched_tokens": spec["batched_tokens"],
+        "max_num_seqs": spec["max_num_seqs"],
+        "gpu_memory_utilization": spec["utilisation"],
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "seed": 0,
+        **({"load_format": "dummy"} if spec["dummy_weights"] else {}),
+    }
+    if spec["graphs"] == "eager":
+        arguments["enforce_eager"] = True
+    elif spec["graphs"] == "piecewise":
+        arguments["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+    if spec["attention_backend"]:
+        arguments["attention_backend"] = spec["attention_backend"]
+    if spec["kv_cache_bytes"]:
+        arguments["kv_cache_memory_bytes"] = spec["kv_cache_bytes"]
+    if spec["speculative_tokens"]:
+        arguments["speculative_config"] = {
+            "method": "mtp", "num_speculative_tokens": spec["speculative_tokens"],
+        }  # fmt: skip
+    if spec["sleep_after"] is not None:
+        arguments["enable_sleep_mode"] = True
+    return arguments
+
+
+def observe_capture() -> None:
+    """Keep what ``capture_model`` of either runner returns: the bytes that its graphs took."""
+    from vllm.v1.worker import gpu_model_runner as first
+    from vllm.v1.worker.gpu import model_runner as second
+
+    for module in (first, second):
+        runner = module.GPUModelRunner
+        original = runner.capture_model
+
+        def capture_model(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            taken = _original(self, *args, **kwargs)
+            if isinstance(taken, int):
+                ACTUAL_GRAPH_BYTES.append(taken)
+            return taken
+
+        runner.capture_model = capture_model
+
+
+def memory() -> dict[str, int]:
+    """The allocator and the device, now."""
+    import torch
+
+    stats = torch.cuda.memory_stats()
+    return {
+        "allocated_bytes": stats["allocated_bytes.all.current"],
+        "cuda_mallocs": stats.get("num_device_alloc", 0),
+        "free_bytes": torch.cuda.mem_get_info()[0],
+        "peak_allocated_bytes": stats["allocated_bytes.all.peak"],
+        "reserved_bytes": stats["reserved_bytes.all.current"],
+        "segments": stats["segment.all.current"],
+    }
+
+
+def boot_terms(llm: Any) -> dict[str, Any]:
+    """What the engine decided at start-up."""
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    config = llm.llm_engine.vllm_config
+    names = ("total_consumed", "peak_activation_memory", "available_kv_cache_memory_bytes")
+    terms = {name: getattr(worker, name, None) for name in names}
+    tokens = getattr(config.cache_config, "num_gpu_blocks", 0) or 0
+    return {
+        "graph_bytes_actual": ACTUAL_GRAPH_BYTES[-1] if ACTUAL_GRAPH_BYTES else None,
+        "graph_bytes_estimated": getattr(worker, "cudagraph_memory_estimate", None),
+        "kv_blocks": tokens,
+        "kv_tokens": tokens * config.cache_config.block_size,
+        "profile": terms,
+        "runner": type(worker.model_runner).__module__,
+    }
+
+
+def prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(3, vocabulary) for _ in range(tokens)]
+
+
+def serve(llm: Any, request: dict[str, Any], index: int, vocabulary: int, steps: list[dict[str, Any]]) -> list[str]:
+    """Give one request of the scenario and step until it is done; returns a digest of each output."""
+    import torch
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=request["output_tokens"], min_tokens=request["output_tokens"], detokenize=False
+    )
+    for copy in range(request["count"]):
+        ids = prompt(request["prompt_tokens"], 1000 * index + copy, vocabulary)
+        engine.add_request(f"{index}-{copy}", {"prompt_token_ids": ids}, sampling)
+    outputs: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        done = engine.step()
+        torch.cuda.synchronize()
+        taken = time.perf_counter() - begun
+        for output in done:
+            outputs[output.request_id] = list(output.outputs[0].token_ids)
+        steps.append({"request": index, "seconds": taken, "tokens": sum(map(len, outputs.values())), **memory()})
+    return [hashlib.sha256(json.dumps(outputs[key]).encode()).hexdigest() for key in sorted(outputs)]
+
+
+def largest_allocations() -> list[dict[str, Any]]:
+    """The largest allocations that the history holds, with the Python frames that made them."""
+    import torch
+
+    snapshot = torch.cuda.memory._snapshot()
+    traces = [e for device in snapshot["device_traces"] for e in device if e["action"] == "alloc"]
+    best: dict[tuple[str, ...], dict[str, Any]] = {}
+    for entry in traces:
+        frames = [f"{short(f['filename'])}:{f['line']} {f['name']}" for f in entry.get("frames", [])]
+        python = tuple(f for f in frames if ".py:" in f)[:FRAMES]
+        seen = best.setdefault(python, {"bytes": 0, "count": 0, "frames": list(python)})
+        seen["bytes"] = max(seen["bytes"], entry["size"])
+        seen["count"] += 1
+    return sorted(best.values(), key=lambda e: -e["bytes"])[:LARGEST]
+
+
+def short(filename: str) -> str:
+    """A path from its package on."""
+    for marker in ("/site-packages/", "/dist-packages/"):
+        filename = filename.rsplit(marker, 1)[-1]
+    parts = filename.split("/")
+    return "/".join(parts[parts.index("vllm") :]) if "vllm" in parts else filename
+
+
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    observe_capture()
+    from vllm import LLM
+
+    begun = time.perf_counter()
+    llm = LLM(**engine_arguments(spec))
+    result: dict[str, Any] = {"boot_seconds": time.perf_counter() - begun, "boot": {**boot_terms(llm), **memory()}}
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    torch.cuda.memory._record_memory_history(max_entries=400000, stacks="python")
+    steps: list[dict[str, Any]] = []
+    requests = []
+    for index, request in enumerate(spec["requests"]):
+        digests = serve(llm, request, index, vocabulary, steps)
+        requests.append({**request, "outputs": digests, "after": memory()})
+        if spec["sleep_after"] == index + 1:
+            llm.sleep(level=1)
+            requests[-1]["asleep"] = memory()
+            llm.wake_up()
+            requests[-1]["awake"] = memory()
+    result |= {"largest_allocations": largest_allocations(), "requests": requests, "steps": steps}
+    return result
+
+
+def main(spec_path: str, result_path: str) -> int:
+    with open(spec_path) as handle:
+        spec = json.load(handle)
+    environment(spec)
+    result: dict[str, Any] = {"outcome": "done"}
+    try:
+        result |= run(spec)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        memory_out = "OutOfMemory" in type(error).__name__ or "out of memory" in text.lower()
+        short_of_blocks = "No available memory for the cache blocks" in text
+        result["outcome"] = "out-of-memory" if memory_out or short_of_blocks else "failed"
+        result["error"] = text[:2000]
+        result["where"] = traceback.format_exc()[-4000:]
+    gc.collect()
+    result["versions"] = versions()
+    import torch
+
+    if torch.cuda.is_available():
+        result["device"] = torch.cuda.get_device_name()
+    with open(result_path, "w") as handle:
+        json.dump(result, handle)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,94 @@
+"""What the engine bench prints and keeps: a table, JSON, and a plot of reserved memory over the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from neaptide.bench.engine import UPSTREAM
+from neaptide.errors import NeaptideError
+from neaptide.output import Progress
+
+Row = Mapping[str, Any]
+MB = 10**6
+
+
+def growth(row: Row) -> list[int]:
+    """Reserved bytes after each request, less those at boot."""
+    boot = row["boot"]["reserved_bytes"]
+    return [r["after"]["reserved_bytes"] - boot for r in row["requests"]]
+
+
+def same_outputs(row: Row, other: Row) -> bool:
+    return [r["outputs"] for r in row["requests"]] == [r["outputs"] for r in other["requests"]]
+
+
+def step_seconds(row: Row) -> float:
+    return float(sum(s["seconds"] for s in row["steps"]))
+
+
+def upstream_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """Upstream's first finished row of the same case."""
+    same = (r for r in rows if r["case"] == row["case"] and r["variant"] == UPSTREAM)
+    return next((r for r in same if r["outcome"] == "done"), None)
+
+
+def without_steps(row: Row) -> dict[str, Any]:
+    """A row with the sum of its steps in place of each of them."""
+    if "steps" not in row:
+        return dict(row)
+    kept = {key: value for key, value in row.items() if key != "steps"}
+    return {**kept, "step_count": len(row["steps"]), "step_seconds": round(step_seconds(row), 3)}
+
+
+def table_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """One line a row: KV tokens, memory at boot, growth after each request, and how it compares with upstream."""
+    out = []
+    for row in rows:
+        if row["outcome"] != "done":
+            out.append([row["case"], row["variant"], row["outcome"], str(row.get("error", ""))[:80], "", "", "", ""])
+            continue
+        base = upstream_of(row, rows)
+        mallocs = row["requests"][-1]["after"]["cuda_mallocs"] - row["boot"]["cuda_mallocs"]
+        out.append([
+            row["case"], row["variant"], f"{row['boot']['kv_tokens']:,}", f"{row['boot']['reserved_bytes'] // MB:,}",
+            " ".join(f"{g // MB:+,}" for g in growth(row)), str(mallocs),
+            "" if base is None else "same" if same_outputs(row, base) else "DIFFER",
+            "" if base is None else f"{step_seconds(row) / step_seconds(base):.3f}",
+        ])  # fmt: skip
+    return out
+
+
+COLUMNS = (
+    "case", "variant", "KV tokens", "reserved at boot, MB", "growth after each request, MB", "cudaMallocs",
+    "tokens out", "step time / upstream",
+)  # fmt: skip
+
+
+def show(rows: Sequence[Row], progress: Progress) -> None:
+    """The table; on a pipe, its heading is the first line."""
+    heading = [] if progress.console.is_terminal else [list(COLUMNS)]
+    progress.table("engine", COLUMNS, [*heading, *table_rows(rows)])
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Reserved memory over the steps of each case, one line a variant."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise NeaptideError(
+            "matplotlib is not installed", wanted="it for --plot", todo="pip install 'neaptide[bench]'.", where="--plot"
+        ) from error
+    done = [r for r in rows if r["outcome"] == "done"]
+    cases = list(dict.fromkeys(r["case"] for r in done))
+    figure = Figure(figsize=(9, 3.2 * max(1, len(cases))), layout="constrained")
+    for place, case in enumerate(cases, 1):
+        axes = figure.add_subplot(len(cases), 1, place)
+        for row in (r for r in done if r["case"] == case and not r.get("repeat")):
+            series = [row["boot"]["reserved_bytes"], *(s["reserved_bytes"] for s in row["steps"])]
+            axes.plot([b / 2**30 for b in series], label=row["variant"], drawstyle="steps-post")
+        axes.set(title=case, xlabel="engine step", ylabel="reserved, GiB")
+        axes.legend()
+        axes.grid(alpha=0.3)
+    figure.savefig(path)

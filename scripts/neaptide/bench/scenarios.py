@@ -1,0 +1,74 @@
+"""Scenarios of the engine bench, each a small declared object."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Request:
+    """``count`` prompts of ``prompt_tokens`` token ids that are given together; ``output_tokens`` are generated."""
+
+    prompt_tokens: int
+    output_tokens: int = 4
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What an engine is started with, and the requests it gets one after another.
+
+    Attributes:
+        batched_tokens: ``max_num_batched_tokens``, the prefill chunk.
+        graphs: ``eager``, ``piecewise`` or ``full`` (with PIECEWISE for mixed steps).
+        runner: vLLM's model runner, 1 or 2.
+        kv_cache_bytes: size of the KV cache instead of a utilisation.
+        sleep_after: put the engine to sleep and wake it after this many requests.
+    """
+
+    name: str
+    requests: tuple[Request, ...]
+    model: str = "deepseek-v32-tiny"
+    max_model_len: int = 131072
+    batched_tokens: int = 3072
+    max_num_seqs: int = 64
+    utilisation: float = 0.4
+    graphs: str = "full"
+    runner: int = 2
+    attention_backend: str | None = None
+    speculative_tokens: int = 0
+    kv_cache_bytes: int | None = None
+    expandable_segments: bool = False
+    sleep_after: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _prompts(*lengths: int) -> tuple[Request, ...]:
+    return tuple(Request(n) for n in lengths)
+
+
+LADDER = Scenario("prefill-ladder", _prompts(1000, 30000, 100000, 120000, 90000))
+_FLASHMLA = replace(LADDER, attention_backend="FLASHMLA_SPARSE")
+_SHORT = _prompts(1000, 30000, 90000)
+
+_LONG = _prompts(1000, 30000, 100000, 120000, 90000, 70000, 131000)
+_DECODE = (Request(60000, 64, count=32),)
+_MIXED = (Request(1000, 256, count=16), Request(90000, 8, count=2))
+_DECLARED = (
+    LADDER,
+    replace(_FLASHMLA, name="prefill-ladder-flashmla", requests=_LONG),
+    replace(_FLASHMLA, name="decode-long", requests=_DECODE),
+    replace(_FLASHMLA, name="mixed", requests=_MIXED),
+    replace(_FLASHMLA, name="speculative", model="deepseek-v32-tiny-mtp", speculative_tokens=1, requests=_SHORT),
+    replace(_FLASHMLA, name="glm-dsa", model="glm-dsa-tiny", requests=_SHORT),
+    replace(_FLASHMLA, name="eager", graphs="eager", requests=_SHORT),
+    replace(_FLASHMLA, name="piecewise", graphs="piecewise", requests=_SHORT),
+    replace(_FLASHMLA, name="runner-v1", runner=1, requests=_SHORT),
+    replace(_FLASHMLA, name="expandable-segments", expandable_segments=True, requests=_SHORT),
+    replace(_FLASHMLA, name="kv-cache-bytes", kv_cache_bytes=8 << 30, requests=_SHORT),
+    replace(_FLASHMLA, name="sleep", sleep_after=1, requests=_SHORT),
+)
+SCENARIOS: dict[str, Scenario] = {s.name: s for s in _DECLARED}

@@ -1,0 +1,126 @@
+"""The engine bench without an engine: views, choices, bisection, and what it makes of results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from neaptide.bench.engine import Bench, check_model, choose_scenarios, highest, outcome_code
+from neaptide.bench.models import MODELS, write_model
+from neaptide.bench.results import growth, table_rows, without_steps
+from neaptide.bench.scenarios import SCENARIOS
+from neaptide.bench.view import make_view
+from neaptide.cli import main
+from neaptide.errors import NeaptideError
+from neaptide.output import Progress
+from toy import write_files
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {"__init__.py": "", "a.py": "A = 1\n", "deep/__init__.py": "", "deep/b.py": "B = 1\n", "other/c.py": "C = 1\n"}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_view_is_the_package_but_for_the_changed_files(tmp_path: Path) -> None:
+    package = tmp_path / "site" / "toy"
+    write_files(package, FILES)
+    before = contents(package)
+    view = make_view(package, {"deep/b.py": b"B = 2\n", "new/d.py": b"D = 1\n"}, tmp_path / "view")
+    assert contents(view)["deep/b.py"] == b"B = 2\n"
+    assert contents(view)["new/d.py"] == b"D = 1\n"
+    assert contents(view)["a.py"] == before["a.py"]
+    assert (view / "other").is_symlink()
+    assert (view / "other/c.py").read_bytes() == before["other/c.py"]
+    assert contents(package) == before
+
+
+@pytest.mark.parametrize("limit", [None, 0, 3, 9, 10])
+def test_bisection_finds_the_last_that_survives(limit: int | None) -> None:
+    tried: list[int] = []
+
+    def survives(step: int) -> bool:
+        tried.append(step)
+        return limit is not None and step <= limit
+
+    assert highest(survives, 0, 10) == limit
+    assert len(tried) <= 4
+
+
+def test_scenarios_are_of_known_models_and_fit() -> None:
+    for scenario in SCENARIOS.values():
+        assert scenario.model in MODELS
+        for request in scenario.requests:
+            assert request.prompt_tokens + request.output_tokens <= scenario.max_model_len
+            assert request.count <= scenario.max_num_seqs
+    assert [s.name for s in choose_scenarios([])] == list(SCENARIOS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_built_in_models_are_written_whole(name: str, tmp_path: Path) -> None:
+    assert json.loads((write_model(name, tmp_path) / "config.json").read_text()) == MODELS[name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--scenario", "nope"], "no scenario 'nope'"),
+        (["--model", "/nowhere/model"], "no config.json"),
+        (["--model", "deepseek-v32-tiny"], "built-in"),
+        (["--python", "/nowhere/python"], "/nowhere/python"),
+        ([], "vllm is not installed"),
+    ],
+)
+def test_a_wrong_call_is_one_clear_error(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if "site-packages" not in p])
+    assert main(["bench", "engine", "--root", str(ROOT), *arguments]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert says in errors[0]
+
+
+def test_a_hub_name_is_taken_as_it_is() -> None:
+    assert check_model("org/model") == "org/model"
+    assert check_model(None) is None
+
+
+def test_a_missing_extension_is_named(tmp_path: Path) -> None:
+    """An interpreter whose vLLM has no compiled extensions."""
+    torch = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
+    write_files(tmp_path / "site", {"torch.py": torch, "vllm/__init__.py": ""})
+    bench = Bench(Path(sys.executable), tmp_path / "site/vllm", tmp_path, Progress())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path / "site"))
+        with pytest.raises(NeaptideError, match="_C_stable_libtorch"):
+            bench.probe()
+        write_files(tmp_path / "site/vllm", {f"{n}.py": "" for n in ("_C_stable_libtorch", "_moe_C_stable_libtorch")})
+        write_files(tmp_path / "site/vllm", {"third_party/__init__.py": "", "third_party/deep_gemm.py": ""})
+        with pytest.raises(NeaptideError, match="no CUDA device"):
+            bench.probe()
+
+
+def row(variant: str, reserved: list[int], outputs: str, seconds: float) -> dict[str, Any]:
+    memory = [{"reserved_bytes": r, "cuda_mallocs": i} for i, r in enumerate(reserved)]
+    return {
+        "case": "one", "variant": variant, "outcome": "done", "boot": {"kv_tokens": 64, **memory[0]},
+        "requests": [{"outputs": [outputs], "after": m} for m in memory[1:]], "steps": [{"seconds": seconds}] * 2,
+    }  # fmt: skip
+
+
+def test_rows_are_compared_with_upstream() -> None:
+    rows = [row("upstream", [10**9, 3 * 10**9], "a", 1.0), row("patched", [10**9, 2 * 10**9], "b", 0.5)]
+    rows.append({"case": "one", "variant": "tree", "outcome": "out-of-memory", "error": "CUDA out of memory"})
+    table = table_rows(rows)
+    assert growth(rows[1]) == [10**9]
+    assert table[0][-2:] == ["same", "1.000"]
+    assert table[1][4:] == ["+1,000", "1", "DIFFER", "0.500"]
+    assert table[2][2:4] == ["out-of-memory", "CUDA out of memory"]
+    assert without_steps(rows[0])["step_seconds"] == 2.0
+    assert outcome_code(rows) == 0
+    assert outcome_code([{"outcome": "failed"}]) == 1
