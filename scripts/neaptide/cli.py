@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from neaptide import __version__, commands
+from neaptide import __version__, commands, pinning
 from neaptide.bench import command as bench
 from neaptide.errors import NeaptideError
 from neaptide.git import GitError
@@ -147,7 +147,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> commands.Result:
         "verify": lambda: commands.verify_places(session),
         "revert": lambda: commands.revert(session),
         "export": lambda: commands.export(session, output),
-        "pins": lambda: commands.lock_pin(session) if args.lock else commands.pins(session),
+        "pins": lambda: pinning.lock_pin(session) if args.lock else pinning.pins(session),
     }
     return run[args.command]()
 

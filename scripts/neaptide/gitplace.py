@@ -6,8 +6,6 @@ journal removed. Until the ref has moved a recovery goes back, afterwards it goe
 
 from __future__ import annotations
 
-import email
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from neaptide import disk, jsonfile
+from neaptide.declared import declared_version
 from neaptide.errors import NeaptideError
-from neaptide.git import GitError, Repo
+from neaptide.git import Repo
 from neaptide.outcomes import PatchPlan, Plan, Reader
 from neaptide.pins import Pin, TargetPin
 from neaptide.places import (
@@ -308,31 +307,3 @@ class GitPlace:
 def _checked_journal(data: Any) -> dict[str, Any]:
     wanted = ("from", "paths", "record_after", "record_before", "ref", "to")
     return {**data, **{key: data[key] for key in wanted}}
-
-
-def declared_version(pkg_info: bytes | None, pyproject: bytes | None) -> str:
-    """The version that a source tree states: in PKG-INFO, else statically in pyproject.toml; else nothing."""
-    if pkg_info is not None:
-        return str(email.message_from_bytes(pkg_info).get("Version", ""))
-    try:
-        project = tomllib.loads((pyproject or b"").decode("utf-8")).get("project", {})
-    except ValueError:
-        return ""
-    return str(project.get("version", ""))
-
-
-def create_tree(top: Path, date: str) -> None:
-    """Make an unpacked sdist a repository with one base commit; ids depend on its bytes and ``date`` only."""
-    repo = Repo(top)
-    repo.run("init", "--quiet", "--initial-branch=patched", "--template=")
-    attributes = top / ".git" / "info" / "attributes"
-    attributes.parent.mkdir(exist_ok=True)
-    attributes.write_text("* -text -filter -ident -working-tree-encoding -eol\n")
-    try:
-        repo.run("add", "--all", "--force")
-    except GitError as error:
-        raise NeaptideError(
-            f"git cannot store the tree ({error})", wanted="a plain source tree", todo="Check the disk.", where=str(top)
-        ) from error
-    commit = repo.commit_tree(repo.text("write-tree"), [], f"upstream: {top.name}\n", date)
-    repo.run("update-ref", "HEAD", commit)

@@ -12,7 +12,6 @@ from neaptide.text import Source
 
 MODULE = "<module>"
 _PART = re.compile(r"^(?P<name>[A-Za-z_]\w*)(?:#(?P<index>[1-9]\d*))?$")
-Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

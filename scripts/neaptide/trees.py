@@ -11,8 +11,8 @@ from pathlib import Path
 from neaptide import archive, jsonfile
 from neaptide.disk import write_bytes
 from neaptide.errors import NeaptideError
-from neaptide.git import Repo
-from neaptide.gitplace import GitPlace, create_tree
+from neaptide.git import GitError, Repo
+from neaptide.gitplace import GitPlace
 from neaptide.output import Progress
 from neaptide.pins import Pin, TargetPin
 from neaptide.places import LOCK_NAME, Record
@@ -90,3 +90,20 @@ class TreeMaker:
         )  # fmt: skip
         write_bytes(repo.path("neaptide") / LOCK_NAME, jsonfile.encode(record.as_dict()))
         return tree
+
+
+def create_tree(top: Path, date: str) -> None:
+    """Make an unpacked sdist a repository with one base commit; ids depend on its bytes and ``date`` only."""
+    repo = Repo(top)
+    repo.run("init", "--quiet", "--initial-branch=patched", "--template=")
+    attributes = top / ".git" / "info" / "attributes"
+    attributes.parent.mkdir(exist_ok=True)
+    attributes.write_text("* -text -filter -ident -working-tree-encoding -eol\n")
+    try:
+        repo.run("add", "--all", "--force")
+    except GitError as error:
+        raise NeaptideError(
+            f"git cannot store the tree ({error})", wanted="a plain source tree", todo="Check the disk.", where=str(top)
+        ) from error
+    commit = repo.commit_tree(repo.text("write-tree"), [], f"upstream: {top.name}\n", date)
+    repo.run("update-ref", "HEAD", commit)
