@@ -35,7 +35,7 @@ def download(recipe: dict, wheels: Path, have: set[str]) -> list[Path]:
     """The wheels of the recipe for its Python and platforms, but for those that the other machine has."""
     names = [n for n in recipe["wheels"] if n.split("==")[0] not in have]
     platforms = [option for p in recipe["platforms"] for option in ("--platform", p)]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", recipe["python"], "--implementation", "cp", *platforms, "-d", str(wheels), *names]
     subprocess.run(command, check=True)
     return sorted(wheels.glob("*.whl"))

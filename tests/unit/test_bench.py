@@ -119,8 +119,20 @@ def test_rows_are_compared_with_upstream() -> None:
     table = table_rows(rows)
     assert growth(rows[1]) == [10**9]
     assert table[0][-2:] == ["same", "1.000"]
-    assert table[1][4:] == ["+1,000", "1", "DIFFER", "0.500"]
+    assert table[1][4:] == ["+954", "1", "DIFFER", "0.500"]
     assert table[2][2:4] == ["out-of-memory", "CUDA out of memory"]
     assert without_steps(rows[0])["step_seconds"] == 2.0
     assert outcome_code(rows) == 0
     assert outcome_code([{"outcome": "failed"}]) == 1
+
+
+def test_a_repeated_run_is_timed_against_its_own_turn_and_its_tokens_against_the_first() -> None:
+    rows = [
+        {**row("upstream", [10**9, 2 * 10**9], "a", 8.0), "repeat": 0},
+        {**row("patched", [10**9, 2 * 10**9], "a", 4.0), "repeat": 0},
+        {**row("upstream", [10**9, 2 * 10**9], "b", 2.0), "repeat": 1},
+        {**row("patched", [10**9, 2 * 10**9], "a", 3.0), "repeat": 1},
+    ]
+    assert [line[-2:] for line in table_rows(rows)] == [
+        ["same", "1.000"], ["same", "0.500"], ["DIFFER", "1.000"], ["same", "1.500"],
+    ]  # fmt: skip

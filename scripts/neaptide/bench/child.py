@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import Any
 
 ACTUAL_GRAPH_BYTES: list[int] = []
+SCHEDULED_TOKENS: list[int] = []
 LARGEST = 12
 FRAMES = 8
 
@@ -95,6 +96,19 @@ def observe_capture() -> None:
         runner.capture_model = capture_model
 
 
+def observe_schedule(llm: Any) -> None:
+    """Keep how many tokens each step is given."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    original = scheduler.schedule
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        given = original(*args, **kwargs)
+        SCHEDULED_TOKENS.append(given.total_num_scheduled_tokens)
+        return given
+
+    scheduler.schedule = schedule
+
+
 def memory() -> dict[str, int]:
     """The allocator and the device, now."""
     import torch
@@ -115,8 +129,11 @@ def boot_terms(llm: Any) -> dict[str, Any]:
     core = llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
     config = llm.llm_engine.vllm_config
-    names = ("total_consumed", "peak_activation_memory", "available_kv_cache_memory_bytes")
+    names = (
+        "requested_memory", "total_consumed", "peak_activation_memory", "available_kv_cache_memory_bytes",
+    )  # fmt: skip
     terms = {name: getattr(worker, name, None) for name in names}
+    terms["weights_bytes"] = getattr(worker.model_runner, "model_memory_usage", None)
     tokens = getattr(config.cache_config, "num_gpu_blocks", 0) or 0
     return {
         "graph_bytes_actual": ACTUAL_GRAPH_BYTES[-1] if ACTUAL_GRAPH_BYTES else None,
@@ -146,15 +163,18 @@ def serve(llm: Any, request: dict[str, Any], index: int, vocabulary: int, steps:
         ids = prompt(request["prompt_tokens"], 1000 * index + copy, vocabulary)
         engine.add_request(f"{index}-{copy}", {"prompt_token_ids": ids}, sampling)
     outputs: dict[str, list[int]] = {}
+    SCHEDULED_TOKENS.clear()
     while engine.has_unfinished_requests():
         torch.cuda.synchronize()
         begun = time.perf_counter()
+        before = len(SCHEDULED_TOKENS)
         done = engine.step()
         torch.cuda.synchronize()
         taken = time.perf_counter() - begun
         for output in done:
             outputs[output.request_id] = list(output.outputs[0].token_ids)
-        steps.append({"request": index, "seconds": taken, "tokens": sum(map(len, outputs.values())), **memory()})
+        tokens = sum(SCHEDULED_TOKENS[before:])
+        steps.append({"request": index, "seconds": taken, "scheduled_tokens": tokens, **memory()})
     return [hashlib.sha256(json.dumps(outputs[key]).encode()).hexdigest() for key in sorted(outputs)]
 
 
@@ -191,6 +211,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     begun = time.perf_counter()
     llm = LLM(**engine_arguments(spec))
     result: dict[str, Any] = {"boot_seconds": time.perf_counter() - begun, "boot": {**boot_terms(llm), **memory()}}
+    observe_schedule(llm)
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     torch.cuda.memory._record_memory_history(max_entries=400000, stacks="python")
     steps: list[dict[str, Any]] = []

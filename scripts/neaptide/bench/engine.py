@@ -116,11 +116,14 @@ class Bench:
     def matrix(
         self, scenarios: Sequence[Scenario], variants: Sequence[Variant], repeat: int, keep: Keep
     ) -> list[dict[str, Any]]:
-        """Rows of every scenario with every variant, ``repeat`` times each; ``keep`` gets them after each engine."""
+        """Rows of every scenario: all variants, ``repeat`` times over; ``keep`` gets them after each engine.
+
+        The variants take turns, so that what only the first engine pays (kernels compiled on first use) falls in turn 0.
+        """
         rows: list[dict[str, Any]] = []
         for scenario in scenarios:
-            for variant in variants:
-                for turn in range(repeat):
+            for turn in range(repeat):
+                for variant in variants:
                     rows.append({**self._row(scenario, variant), "repeat": turn})
                     keep(rows)
         return rows

@@ -11,7 +11,7 @@ from neaptide.errors import NeaptideError
 from neaptide.output import Progress
 
 Row = Mapping[str, Any]
-MB = 10**6
+MIB = 1 << 20
 
 
 def growth(row: Row) -> list[int]:
@@ -29,9 +29,16 @@ def step_seconds(row: Row) -> float:
 
 
 def upstream_of(row: Row, rows: Sequence[Row]) -> Row | None:
-    """Upstream's first finished row of the same case."""
+    """Upstream's first finished row of the same case: what every variant's and every turn's tokens are compared with."""
     same = (r for r in rows if r["case"] == row["case"] and r["variant"] == UPSTREAM)
     return next((r for r in same if r["outcome"] == "done"), None)
+
+
+def time_ratio(row: Row, rows: Sequence[Row]) -> float | None:
+    """Step time over that of upstream in the same turn."""
+    turn = [r for r in rows if r.get("repeat", 0) == row.get("repeat", 0)]
+    base = upstream_of(row, turn)
+    return None if base is None else step_seconds(row) / step_seconds(base)
 
 
 def without_steps(row: Row) -> dict[str, Any]:
@@ -50,18 +57,19 @@ def table_rows(rows: Sequence[Row]) -> list[list[str]]:
             out.append([row["case"], row["variant"], row["outcome"], str(row.get("error", ""))[:80], "", "", "", ""])
             continue
         base = upstream_of(row, rows)
+        ratio = time_ratio(row, rows)
         mallocs = row["requests"][-1]["after"]["cuda_mallocs"] - row["boot"]["cuda_mallocs"]
         out.append([
-            row["case"], row["variant"], f"{row['boot']['kv_tokens']:,}", f"{row['boot']['reserved_bytes'] // MB:,}",
-            " ".join(f"{g // MB:+,}" for g in growth(row)), str(mallocs),
+            row["case"], row["variant"], f"{row['boot']['kv_tokens']:,}", f"{round(row['boot']['reserved_bytes'] / MIB):,}",
+            " ".join(f"{round(g / MIB):+,}" for g in growth(row)), str(mallocs),
             "" if base is None else "same" if same_outputs(row, base) else "DIFFER",
-            "" if base is None else f"{step_seconds(row) / step_seconds(base):.3f}",
+            "" if ratio is None else f"{ratio:.3f}",
         ])  # fmt: skip
     return out
 
 
 COLUMNS = (
-    "case", "variant", "KV tokens", "reserved at boot, MB", "growth after each request, MB", "cudaMallocs",
+    "case", "variant", "KV tokens", "reserved at boot, MiB", "growth after each request, MiB", "cudaMallocs",
     "tokens out", "step time / upstream",
 )  # fmt: skip
 

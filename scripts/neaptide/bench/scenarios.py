@@ -56,12 +56,14 @@ _SHORT = _prompts(1000, 30000, 90000)
 
 _LONG = _prompts(1000, 30000, 100000, 120000, 90000, 70000, 131000)
 _DECODE = (Request(60000, 64, count=32),)
+_NEAR_LIMIT = (*_prompts(30000, 100000, 120000), Request(60000, 32, count=16))
 _MIXED = (Request(1000, 256, count=16), Request(90000, 8, count=2))
 _DECLARED = (
     LADDER,
     replace(_FLASHMLA, name="prefill-ladder-flashmla", requests=_LONG),
     replace(_FLASHMLA, name="decode-long", requests=_DECODE),
     replace(_FLASHMLA, name="mixed", requests=_MIXED),
+    replace(_FLASHMLA, name="near-limit", requests=_NEAR_LIMIT),
     replace(_FLASHMLA, name="speculative", model="deepseek-v32-tiny-mtp", speculative_tokens=1, requests=_SHORT),
     replace(_FLASHMLA, name="glm-dsa", model="glm-dsa-tiny", requests=_SHORT),
     replace(_FLASHMLA, name="eager", graphs="eager", requests=_SHORT),
