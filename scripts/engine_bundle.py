@@ -30,6 +30,15 @@ CHECKS = (
     "vllm._deepselect_C", "vllm.third_party.deep_gemm", "cutlass", "vllm.v1.worker.gpu_worker",
 )  # fmt: skip
 
+# The extensions find libtorch through a torch that is loaded already.
+LOAD = """
+import contextlib, importlib, sys
+sys.path[:0] = {site!r}
+with contextlib.suppress(ImportError):
+    import torch
+importlib.import_module({name!r})
+"""
+
 
 def download(recipe: dict, wheels: Path, have: set[str]) -> list[Path]:
     """The wheels of the recipe for its Python and platforms, but for those that the other machine has."""
@@ -109,7 +118,7 @@ def check(folder: Path) -> int:
     failed = 0
     site = f"{folder}:{folder}/nvidia_cutlass_dsl/dsl_packages"
     for name in CHECKS:
-        code = f"import sys; sys.path[:0] = {site.split(':')!r}; import importlib; importlib.import_module({name!r})"
+        code = LOAD.format(site=site.split(":"), name=name)
         done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         print(f"{name}: {'loads' if done.returncode == 0 else 'does not load: ' + reason}")
