@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,3 +137,24 @@ def test_a_repeated_run_is_timed_against_its_own_turn_and_its_tokens_against_the
     assert [line[-2:] for line in table_rows(rows)] == [
         ["same", "1.000"], ["same", "0.500"], ["DIFFER", "1.000"], ["same", "1.500"],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "ooms", "wanted"),
+    [
+        ("CUDA out of memory. Tried to allocate 514.00 MiB", 0, True),
+        ("No available memory for the cache blocks", 0, True),
+        ("Free memory on device cuda:0 (1/2 GiB) on startup is less than desired", 0, True),
+        # An extension of the stable ABI does not name the allocator's error.
+        ('torch_call_dispatcher("aten::new_empty") API call failed', 1, True),
+        ('torch_call_dispatcher("aten::new_empty") API call failed', 0, False),
+    ],
+)
+def test_an_engine_that_ran_out_of_memory_is_known(
+    text: str, ooms: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from neaptide.bench import child
+
+    cuda = SimpleNamespace(is_available=lambda: True, memory_stats=lambda: {"num_ooms": ooms})
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert child.ran_out_of_memory(RuntimeError(text)) is wanted

@@ -202,6 +202,20 @@ def short(filename: str) -> str:
     return "/".join(parts[parts.index("vllm") :]) if "vllm" in parts else filename
 
 
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether memory is what the engine failed for, at start-up or later.
+
+    An extension of the stable ABI turns the allocator's error into one that does not name it; the
+    allocator counts it all the same.
+    """
+    import torch
+
+    text = f"{type(error).__name__}: {error}"
+    said = ("OutOfMemory", "out of memory", "No available memory for the cache blocks", "Free memory on device")
+    counted = torch.cuda.is_available() and torch.cuda.memory_stats().get("num_ooms", 0) > 0
+    return counted or any(sign in text for sign in said)
+
+
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     import torch
 
@@ -213,7 +227,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"boot_seconds": time.perf_counter() - begun, "boot": {**boot_terms(llm), **memory()}}
     observe_schedule(llm)
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    torch.cuda.memory._record_memory_history(max_entries=400000, stacks="python")
+    if spec["history"]:
+        torch.cuda.memory._record_memory_history(max_entries=400000, stacks="python")
     steps: list[dict[str, Any]] = []
     requests = []
     for index, request in enumerate(spec["requests"]):
@@ -224,7 +239,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
             requests[-1]["asleep"] = memory()
             llm.wake_up()
             requests[-1]["awake"] = memory()
-    result |= {"largest_allocations": largest_allocations(), "requests": requests, "steps": steps}
+    named = largest_allocations() if spec["history"] else []
+    result |= {"largest_allocations": named, "requests": requests, "steps": steps}
     return result
 
 
@@ -237,9 +253,7 @@ def main(spec_path: str, result_path: str) -> int:
         result |= run(spec)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        memory_out = "OutOfMemory" in type(error).__name__ or "out of memory" in text.lower()
-        short_of_blocks = "No available memory for the cache blocks" in text
-        result["outcome"] = "out-of-memory" if memory_out or short_of_blocks else "failed"
+        result["outcome"] = "out-of-memory" if ran_out_of_memory(error) else "failed"
         result["error"] = text[:2000]
         result["where"] = traceback.format_exc()[-4000:]
     gc.collect()

@@ -39,6 +39,7 @@ def add_options(sub: argparse.ArgumentParser) -> None:
     add("--near-limit", nargs=2, type=float, default=None, metavar=("LOW", "HIGH"),
         help="find, in steps of 0.005, the highest utilisation at which each scenario survives")  # fmt: skip
     add("--steps", action="store_true", help="keep every step in the output, not only their sum")
+    add("--no-history", action="store_true", help="do not name the largest allocations: undistorted step times")
     add("--timeout", type=int, default=900, help="seconds for one engine")
     add("--output", type=Path, default=None, help="write the result as JSON here")
     add("--plot", type=Path, default=None, help="plot reserved memory over the run (PNG or SVG)")
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace, options: Options, session: Session) -> tuple[E
     with tempfile.TemporaryDirectory(prefix="neaptide-bench-") as scratch:
         bench = Bench(
             python=interpreter(options.python), package=work.place.package, scratch=Path(scratch),
-            progress=session.progress, model=model, timeout_seconds=args.timeout,
+            progress=session.progress, model=model, timeout_seconds=args.timeout, history=not args.no_history,
         )  # fmt: skip
         device = bench.probe()
         with_steps = args.steps

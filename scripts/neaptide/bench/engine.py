@@ -56,6 +56,7 @@ class Bench:
         package: the installed package's folder.
         scratch: a folder for views, models and results.
         timeout_seconds: for one child.
+        history: keep the allocator's history, which names the largest allocations and costs time in every step.
     """
 
     python: Path
@@ -64,6 +65,7 @@ class Bench:
     progress: Progress
     model: str | None = None
     timeout_seconds: int = 900
+    history: bool = True
 
     def probe(self) -> str:
         """The device's name; refuses a machine without a GPU or a vLLM whose extensions do not load."""
@@ -99,7 +101,9 @@ class Bench:
                 make_view(self.package, variant.files, folder / "view")
                 first = [folder / "view"]
             spec, result = folder / "spec.json", folder / "result.json"
-            spec.write_text(json.dumps({**scenario.as_dict(), **self._model(scenario, folder)}))
+            spec.write_text(
+                json.dumps({**scenario.as_dict(), **self._model(scenario, folder), "history": self.history})
+            )
             try:
                 done = self._run([str(CHILD), str(spec), str(result)], first)
             except subprocess.TimeoutExpired:
@@ -118,7 +122,8 @@ class Bench:
     ) -> list[dict[str, Any]]:
         """Rows of every scenario: all variants, ``repeat`` times over; ``keep`` gets them after each engine.
 
-        The variants take turns, so that what only the first engine pays (kernels compiled on first use) falls in turn 0.
+        The variants take turns, so that what only the first engine pays (kernels compiled on first use) falls in
+        turn 0.
         """
         rows: list[dict[str, Any]] = []
         for scenario in scenarios:

@@ -29,7 +29,7 @@ def step_seconds(row: Row) -> float:
 
 
 def upstream_of(row: Row, rows: Sequence[Row]) -> Row | None:
-    """Upstream's first finished row of the same case: what every variant's and every turn's tokens are compared with."""
+    """Upstream's first finished row of the same case, which the tokens of every variant and turn are compared with."""
     same = (r for r in rows if r["case"] == row["case"] and r["variant"] == UPSTREAM)
     return next((r for r in same if r["outcome"] == "done"), None)
 
@@ -57,10 +57,10 @@ def table_rows(rows: Sequence[Row]) -> list[list[str]]:
             out.append([row["case"], row["variant"], row["outcome"], str(row.get("error", ""))[:80], "", "", "", ""])
             continue
         base = upstream_of(row, rows)
-        ratio = time_ratio(row, rows)
-        mallocs = row["requests"][-1]["after"]["cuda_mallocs"] - row["boot"]["cuda_mallocs"]
+        ratio, boot = time_ratio(row, rows), row["boot"]
+        mallocs = row["requests"][-1]["after"]["cuda_mallocs"] - boot["cuda_mallocs"]
         out.append([
-            row["case"], row["variant"], f"{row['boot']['kv_tokens']:,}", f"{round(row['boot']['reserved_bytes'] / MIB):,}",
+            row["case"], row["variant"], f"{boot['kv_tokens']:,}", f"{round(boot['reserved_bytes'] / MIB):,}",
             " ".join(f"{round(g / MIB):+,}" for g in growth(row)), str(mallocs),
             "" if base is None else "same" if same_outputs(row, base) else "DIFFER",
             "" if ratio is None else f"{ratio:.3f}",
