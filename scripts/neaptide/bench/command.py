@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from neaptide.bench import indexer
 from neaptide.bench.engine import UPSTREAM, Bench, Variant, check_model, choose_scenarios, interpreter, outcome_code
 from neaptide.bench.results import plot, show, without_steps
 from neaptide.bench.scenarios import SCENARIOS
@@ -27,7 +28,15 @@ TARGET = "vllm"
 def add_options(sub: argparse.ArgumentParser) -> None:
     """Options of ``neaptide bench engine``."""
     add = sub.add_argument
-    add("what", choices=["engine"], help="the real engine, upstream's own against patched")
+    add("what", choices=["engine", "indexer"],
+        help="the real engine, or the sparse indexer's own functions, upstream's own against patched")  # fmt: skip
+    add(
+        "--case",
+        action="append",
+        default=[],
+        metavar="CASE",
+        help="indexer: one of its cases (repeatable; default: all)",
+    )
     add("--scenario", action="append", default=[], help=f"one of {', '.join(SCENARIOS)} (repeatable; default: all)")
     add("--with", dest="patch", action="append", default=[], metavar="PATCH", help="only this patch (repeatable)")
     add("--without", action="append", default=[], metavar="PATCH", help="all but this patch (repeatable)")
@@ -46,7 +55,31 @@ def add_options(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, options: Options, session: Session) -> tuple[ExitCode, dict[str, Any]]:
-    """Run every scenario with every variant."""
+    """Run every scenario, or every case of the indexer, with every variant."""
+    return _run_indexer(args, options, session) if args.what == "indexer" else _run_engine(args, options, session)
+
+
+def _run_indexer(args: argparse.Namespace, options: Options, session: Session) -> tuple[ExitCode, dict[str, Any]]:
+    cases = indexer.choose_cases(args.case)
+    work = session.places(create=False)[0]
+    assert isinstance(work.place, InstalledPlace)
+    upstream, patched = _variants(args, session, work)[:2]
+    python = interpreter(options.python)
+    with tempfile.TemporaryDirectory(prefix="neaptide-bench-") as scratch:
+        Bench(python, work.place.package, Path(scratch), session.progress).probe()
+    found = indexer.measure(python, work.place.package, upstream, patched, cases, args.timeout, session.progress)
+    result = {
+        "command": _command(sys.argv[1:]), "date": datetime.date.today().isoformat(), "schema_version": 1, **found,
+    }  # fmt: skip
+    if args.output:
+        write_bytes(args.output, encode(result))
+    indexer.show(result["rows"], session.progress)
+    if args.plot:
+        indexer.plot(result["rows"], args.plot)
+    return outcome_code(result["rows"]), result
+
+
+def _run_engine(args: argparse.Namespace, options: Options, session: Session) -> tuple[ExitCode, dict[str, Any]]:
     scenarios = choose_scenarios(args.scenario)
     model = check_model(args.model)
     work = session.places(create=False)[0]

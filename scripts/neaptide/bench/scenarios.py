@@ -57,11 +57,17 @@ _SHORT = _prompts(1000, 30000, 90000)
 _LONG = _prompts(1000, 30000, 100000, 120000, 90000, 70000, 131000)
 _DECODE = (Request(60000, 64, count=32),)
 _NEAR_LIMIT = (*_prompts(30000, 100000, 120000), Request(60000, 32, count=16))
+# Short sequences, so many that their rows at full width are gigabytes.
+_DECODE_WIDE = replace(
+    _FLASHMLA, name="decode-wide", max_model_len=1 << 20, max_num_seqs=1536, utilisation=0.975, graphs="eager",
+    requests=(Request(64, 8, count=1536),),
+)  # fmt: skip
 _MIXED = (Request(1000, 256, count=16), Request(90000, 8, count=2))
 _DECLARED = (
     LADDER,
     replace(_FLASHMLA, name="prefill-ladder-flashmla", requests=_LONG),
     replace(_FLASHMLA, name="decode-long", requests=_DECODE),
+    _DECODE_WIDE,
     replace(_FLASHMLA, name="mixed", requests=_MIXED),
     replace(_FLASHMLA, name="near-limit", requests=_NEAR_LIMIT),
     replace(_FLASHMLA, name="speculative", model="deepseek-v32-tiny-mtp", speculative_tokens=1, requests=_SHORT),

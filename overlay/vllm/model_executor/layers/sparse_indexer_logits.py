@@ -1,35 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of the sparse indexer's logits, as DeepGEMM lays them out.
+"""Bytes of the sparse indexer's logits: what a launch allocates, and what profiling must reserve.
 
-One source for the profiling run, which reserves them, and for the run-time path, which decides
-whether an FP32 copy is made. Sizes are pure functions of their arguments.
+Pure functions of integers, without torch. The planner of the prefill chunks, the ops that score, the
+profiling run and the ledger all call them, so that a size is decided in one place. A *column* is a key a
+row may be scored against: a token, or a pool of tokens where the index cache is compressed. Layouts follow
+DeepGEMM's ``csrc/apis/attention.hpp``: the allocation of a launch is rows times row stride.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
+
+from vllm.neaptide_switches import CONSTANT_BYTES, FIXED_WIDTH, UPSTREAM
+
+FP32_BYTES = 4
+# DeepGEMM strides rows by whole KiB and scores prefill rows in blocks of 128 (row, head) pairs.
+ROW_STRIDE_BYTES = 1024
+PREFILL_BLOCK_QH = 128
+MIB = 1 << 20
+
+
+def round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def round_down(value: int, step: int) -> int:
+    return value // step * step
 
 
 @dataclass(frozen=True)
 class LogitsLayout:
-    """How DeepGEMM stores paged MQA logits on one architecture.
+    """How DeepGEMM stores MQA logits on one architecture.
 
     Attributes:
-        column_step: columns per row are rounded up to a multiple of this.
-        element_bytes: bytes of one logit as the kernel writes it.
+        element_bytes: one logit as the kernel writes it.
+        copy_bytes: one logit of the FP32 copy that is alive beside it; 0 if none is made.
+        prefill_block: columns a prefill row is rounded up to before its stride is.
+        decode_block: the same for a paged row (one KV split).
     """
 
-    column_step: int
     element_bytes: int
+    copy_bytes: int
+    prefill_block: int
+    decode_block: int
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes alive for one logit while it is ranked."""
+        return self.element_bytes + self.copy_bytes
+
+    @property
+    def column_step(self) -> int:
+        """Columns in one step of the row stride: 256 of FP32, 512 of BF16."""
+        return ROW_STRIDE_BYTES // self.element_bytes
+
+    def prefill_stride(self, columns: int) -> int:
+        """Columns that a prefill row of ``columns`` takes."""
+        return round_up(round_up(columns, self.prefill_block), self.column_step)
+
+    def decode_stride(self, columns: int) -> int:
+        """Columns that a paged row of ``columns`` takes."""
+        return round_up(round_up(columns, self.decode_block), self.column_step)
 
 
-# SM100 writes BF16, in whole KV splits of 384 columns at row strides of 1024 bytes (512 columns).
-SM100_LAYOUT = LogitsLayout(column_step=math.lcm(384, 512), element_bytes=2)
-# SM90 and SM120 write FP32 in whole KV splits of 256 columns, which are 1024 bytes.
-FP32_LAYOUT = LogitsLayout(column_step=256, element_bytes=4)
-FP32_BYTES = 4
+def logits_layout(*, sm100: bool, fp32_copy: bool) -> LogitsLayout:
+    """The layout of an architecture.
+
+    Args:
+        sm100: whether DeepGEMM's SM100 kernels run. They write BF16; SM90 and SM120 write FP32.
+        fp32_copy: whether BF16 logits are copied to FP32 before they are ranked.
+    """
+    if sm100:
+        return LogitsLayout(2, FP32_BYTES if fp32_copy else 0, prefill_block=256, decode_block=384)
+    return LogitsLayout(FP32_BYTES, 0, prefill_block=256, decode_block=256)
 
 
 def reads_fp32_logits(topk_backend: str, dcp_world_size: int) -> bool:
@@ -41,23 +85,162 @@ def reads_fp32_logits(topk_backend: str, dcp_world_size: int) -> bool:
     return topk_backend != "deep_select" or dcp_world_size != 1
 
 
-def decode_logits_bytes(rows: int, columns: int, *, sm100: bool, fp32_copy: bool) -> int:
-    """Bytes live at once for the logits of one decode step.
+def budget_bytes(budget_mb: int) -> int:
+    """``VLLM_SPARSE_INDEXER_MAX_LOGITS_MB`` in bytes.
+
+    Raises:
+        ValueError: not positive.
+    """
+    if budget_mb <= 0:
+        raise ValueError(
+            f"VLLM_SPARSE_INDEXER_MAX_LOGITS_MB is {budget_mb}, wanted a positive number of MiB; unset it for 512."
+        )
+    return budget_mb * MIB
+
+
+def local_columns(columns: int, world_size: int, interleave: int) -> int:
+    """Most of ``columns`` that any one decode-context-parallel rank holds.
+
+    Tokens go to the ranks in turns of ``interleave``; rank 0 has the most. ``columns`` itself for one rank.
+    """
+    turns, rest = divmod(columns, interleave * world_size)
+    return turns * interleave + min(rest, interleave)
+
+
+def prefill_row_step(heads: int) -> int:
+    """Rows that a prefill launch is rounded up to: whole blocks of 128 (row, head) pairs.
+
+    ``heads`` of 0, for unknown, gives a multiple of every step.
+    """
+    return PREFILL_BLOCK_QH // heads if heads > 0 else PREFILL_BLOCK_QH
+
+
+@dataclass(frozen=True)
+class PrefillLaunch:
+    """What every prefill launch of an indexer may allocate.
+
+    Attributes:
+        layout: the architecture's.
+        row_step: see :func:`prefill_row_step`.
+        elements: most logits of one launch, rounding included; the canonical size.
+        fixed_columns: the width of every launch; 0 for the widest that stays within ``elements``.
+    """
+
+    layout: LogitsLayout
+    row_step: int
+    elements: int
+    fixed_columns: int = 0
+
+    @property
+    def allocations(self) -> tuple[int, ...]:
+        """Bytes of each block that a launch of the canonical size holds: the logits, and their FP32 copy."""
+        sizes = (self.elements * self.layout.element_bytes, self.elements * self.layout.copy_bytes)
+        return tuple(size for size in sizes if size)
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(self.allocations)
+
+    def stride(self, columns: int) -> int:
+        """Columns that each row of a launch takes at least."""
+        return self.layout.prefill_stride(max(columns, self.fixed_columns))
+
+    def fits(self, rows: int, columns: int) -> bool:
+        return round_up(rows, self.row_step) * self.stride(columns) <= self.elements
+
+    def max_rows(self, columns: int) -> int:
+        """Most rows of one launch of ``columns``: whole row steps, at least one of them."""
+        return max(self.row_step, round_down(self.elements // self.stride(columns), self.row_step))
+
+    def width(self, rows: int, columns: int) -> int:
+        """Columns to ask DeepGEMM for, so that the launch allocates as near to ``elements`` as it can.
+
+        At least ``columns``, which a launch that :meth:`fits` never needs more than the size allows.
+        """
+        if self.fixed_columns:
+            return max(columns, self.fixed_columns)
+        step = max(self.layout.column_step, self.layout.prefill_block)
+        return max(columns, round_down(self.elements // round_up(rows, self.row_step), step))
+
+
+def prefill_launch(
+    policy: str, budget: int, rows: int, columns: int, heads: int, layout: LogitsLayout
+) -> PrefillLaunch | None:
+    """The launch size of an indexer under a policy; None where upstream's sizes are kept.
+
+    ``constant_bytes`` keeps what is alive of a launch within the budget: 4 bytes a logit on SM90 and SM120, and 6
+    on SM100, where upstream counts 4. ``fixed_width`` counts 4 everywhere, as vllm-project/vllm#58068 does.
 
     Args:
-        rows: query rows, one for each token that is scored.
-        columns: keys a row may have: ``max_model_len``, or its number of pools.
-        sm100: whether DeepGEMM's SM100 kernels run (BF16 logits).
-        fp32_copy: whether an FP32 copy of BF16 logits is made; no effect off SM100.
+        policy: of :data:`vllm.neaptide_switches.INDEXER_LOGITS_POLICIES`.
+        budget: bytes.
+        rows: of a full chunk (``max_num_batched_tokens``).
+        columns: most that a row may have.
+        heads: index heads; 0 if unknown.
+        layout: with the FP32 copy, which prefill always makes of BF16 logits.
 
     Returns:
-        ``rows * round_up(columns, step) * bytes``, with 6 bytes an element for BF16 and its
-        copy, 2 for BF16 alone, 4 for FP32 (the accounting of vllm-project/vllm#62860).
+        For ``constant_bytes`` the largest multiple of (``rows`` rounded up) x (one step of the row stride)
+        within the budget, or what a full chunk at full width takes, if that is less.
+
+    Raises:
+        ValueError: a budget that one step of rows at full width does not fit; the message names the smallest
+            that works.
     """
-    layout = SM100_LAYOUT if sm100 else FP32_LAYOUT
-    width = -(-columns // layout.column_step) * layout.column_step
-    copied = FP32_BYTES if sm100 and fp32_copy else 0
-    return rows * width * (layout.element_bytes + copied)
+    if policy not in (CONSTANT_BYTES, FIXED_WIDTH) or columns <= 0:
+        return None
+    row_step, full = prefill_row_step(heads), layout.prefill_stride(columns)
+    counted = FP32_BYTES if policy == FIXED_WIDTH else layout.live_bytes
+    _refuse_small_budget(budget, row_step * full * counted, f"{row_step} prefill rows of {columns} columns")
+    allowed = budget // counted
+    if policy == FIXED_WIDTH:
+        return PrefillLaunch(layout, row_step, allowed, fixed_columns=columns)
+    column_step = max(layout.column_step, layout.prefill_block)
+    for granule in (round_up(rows, row_step) * column_step, row_step * column_step):
+        if granule <= allowed:
+            allowed = round_down(allowed, granule)
+            break
+    return PrefillLaunch(layout, row_step, min(allowed, round_up(rows, row_step) * full))
+
+
+def _refuse_small_budget(budget: int, needed: int, what: str) -> None:
+    if budget < needed:
+        raise ValueError(
+            f"VLLM_SPARSE_INDEXER_MAX_LOGITS_MB allows {budget} bytes, but {what} take {needed}; the smallest value "
+            f"that works is {-(-needed // MIB)}. Raise it, or choose VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY=upstream."
+        )
+
+
+def upstream_prefill_elements(budget: int, rows: int, columns: int, heads: int, layout: LogitsLayout) -> int:
+    """Bound on the logits of one launch of upstream's own plan, which does not count what DeepGEMM rounds up.
+
+    ``rows * columns`` stays within the budget's FP32 elements; rounding adds less than one step of columns to
+    each of at most ``rows`` rows, and less than one step of rows at full width.
+    """
+    row_step = prefill_row_step(heads)
+    column_step = max(layout.column_step, layout.prefill_block)
+    more = round_up(rows, row_step) * (column_step - 1) + (row_step - 1) * layout.prefill_stride(columns)
+    return budget // FP32_BYTES + more
+
+
+def decode_logits_bytes(rows: int, columns: int, layout: LogitsLayout) -> int:
+    """Bytes alive for the logits of ``rows`` paged rows (the accounting of vllm-project/vllm#62860)."""
+    return rows * layout.decode_stride(columns) * layout.live_bytes
+
+
+def decode_tile_units(budget: int, unit_rows: int, step: int, columns: int, layout: LogitsLayout) -> int:
+    """Most units of one decode tile whose logits, with their FP32 copy, fit the budget.
+
+    Args:
+        unit_rows: rows that stay together: ``next_n`` of a request, else 1.
+        step: tiles begin at multiples of this many units (2 for DeepGEMM's varlen form).
+
+    Raises:
+        ValueError: not one step of units fits; the message names the smallest budget that works.
+    """
+    step_bytes = decode_logits_bytes(step * unit_rows, columns, layout)
+    _refuse_small_budget(budget, step_bytes, f"{step * unit_rows} decode rows of {columns} columns")
+    return budget // step_bytes * step
 
 
 def max_decode_rows(max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int) -> int:
@@ -65,23 +248,46 @@ def max_decode_rows(max_num_seqs: int, max_num_batched_tokens: int, num_speculat
     return min(max_num_seqs, max_num_batched_tokens) * (1 + num_speculative_tokens)
 
 
-def profile_logits_bytes(prefill_budget_bytes: int, columns: int, config: Any, *, sm100: bool, fp32_copy: bool) -> int:
-    """Bytes that the profiling run reserves for logits: prefill's budget or decode's worst case.
+def reserved_logits_bytes(
+    policy: str, budget: int, columns: int, heads: int, config: Any, *, sm100: bool, decode_fp32: bool = True,
+    local: tuple[int, int] = (1, 1), planned: bool = True,
+) -> int:  # fmt: skip
+    """Bytes that the profiling run reserves: the most that is alive at once, in prefill or in decode.
 
     Args:
-        prefill_budget_bytes: what the prefill planner lets one launch allocate.
-        columns, sm100, fp32_copy: as for :func:`decode_logits_bytes`.
-        config: the current ``VllmConfig``. None, or one without a scheduler (dummy runs outside
-            of profiling have no need of the worst case), leaves the prefill budget.
+        policy, budget, heads: as for :func:`prefill_launch`.
+        columns: keys a row may have: ``max_model_len``, or its number of pools.
+        config: the current ``VllmConfig``. None, or one without a scheduler (dummy runs outside of profiling have no
+            need of the worst case), leaves the budget.
+        sm100: whether DeepGEMM's SM100 kernels run. They write BF16, and decode in the varlen form.
+        decode_fp32: whether decode copies BF16 logits to FP32.
+        local: world size and interleave over which prefill's columns are sharded.
+        planned: whether prefill is planned by launch size at all; upstream's plan otherwise.
+
+    Raises:
+        ValueError: as :func:`prefill_launch` and :func:`decode_tile_units`.
     """
     scheduler = getattr(config, "scheduler_config", None)
     if scheduler is None:
-        return prefill_budget_bytes
-    speculative = getattr(config, "speculative_config", None)
-    rows = max_decode_rows(
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
-        speculative.num_speculative_tokens if speculative is not None else 0,
-    )
-    decode = decode_logits_bytes(rows, columns, sm100=sm100, fp32_copy=fp32_copy)
-    return max(prefill_budget_bytes, decode)
+        return budget
+    batched, next_n = scheduler.max_num_batched_tokens, 1
+    if getattr(config, "speculative_config", None) is not None:
+        next_n += config.speculative_config.num_speculative_tokens
+    widest, plan = local_columns(columns, *local), policy if planned else UPSTREAM
+    prefill = _prefill_bytes(plan, budget, batched, widest, heads, sm100)
+    layout = logits_layout(sm100=sm100, fp32_copy=decode_fp32)
+    rows = max_decode_rows(scheduler.max_num_seqs, batched, next_n - 1)
+    if policy == CONSTANT_BYTES:
+        # The form with the largest unit must fit; the one with the smallest has the largest tiles.
+        decode_tile_units(budget, *((1, 2) if sm100 else (next_n, 1)), columns, layout)
+        rows = min(rows, decode_tile_units(budget, 1, 1, columns, layout))
+    return max(prefill, decode_logits_bytes(rows, columns, layout))
+
+
+def _prefill_bytes(policy: str, budget: int, rows: int, columns: int, heads: int, sm100: bool) -> int:
+    """Bytes alive in the largest prefill launch under a policy."""
+    layout = logits_layout(sm100=sm100, fp32_copy=True)
+    launch = prefill_launch(policy, budget, rows, columns, heads, layout)
+    if launch is not None:
+        return launch.live_bytes
+    return upstream_prefill_elements(budget, rows, columns, heads, layout) * layout.live_bytes

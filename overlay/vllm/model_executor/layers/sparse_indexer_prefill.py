@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill of the sparse indexer at constant bytes: which rows a launch scores, and how wide it allocates.
+
+A caching allocator serves a request from a free block only if the block is large enough, so launches that
+grow with the context leave a segment of each size behind (vllm-project/vllm#55569). Here every launch
+asks for at most one canonical size and a full chunk for exactly that size; the kernel computes the same scores,
+only the row stride of what it writes them to is wider, and the result is narrowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.model_executor.layers.sparse_indexer_logits import (
+    PrefillLaunch,
+    budget_bytes,
+    local_columns,
+    logits_layout,
+    prefill_launch,
+)
+from vllm.neaptide_switches import UPSTREAM
+from vllm.platforms import current_platform
+from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
+
+logger = init_logger(__name__)
+
+Chunk = tuple[slice, slice]
+
+
+def plan_chunks(
+    rows: Sequence[int],
+    kv_rows: Sequence[int],
+    columns: Sequence[int],
+    workspace_rows: int,
+    launch: PrefillLaunch,
+) -> list[Chunk]:
+    """Split prefill requests into launches by what each launch allocates.
+
+    Requests are packed in order while their gathered keys fit the workspace and their logits one launch; a packed
+    launch is as wide as its widest request. A request that does not fit alone is split into row ranges.
+
+    Args:
+        rows: query rows of each request.
+        kv_rows: keys of each request that are gathered into the workspace.
+        columns: keys that a row of each request can be scored against on this rank.
+        workspace_rows: keys that the workspace holds.
+
+    Returns:
+        (requests, rows within them) of each launch, in order; every row is in exactly one.
+    """
+    chunks: list[Chunk] = []
+    end = 0
+    while end < len(rows):
+        start, packed, gathered, widest = end, 0, 0, 0
+        while end < len(rows):
+            width = max(widest, columns[end])
+            more, keys = packed + rows[end], gathered + kv_rows[end]
+            if keys > workspace_rows or not launch.fits(more, width):
+                break
+            packed, gathered, widest, end = more, keys, width, end + 1
+        if end == start:
+            packed, widest, end = rows[start], columns[start], start + 1
+        step = launch.max_rows(widest) if widest else max(1, packed)
+        chunks += [(slice(start, end), slice(at, min(at + step, packed))) for at in range(0, packed, step)]
+    return chunks
+
+
+def covered_policy() -> str:
+    """The policy that holds on this platform: upstream's where its kernels are not DeepGEMM's."""
+    return envs.VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY if current_platform.is_cuda() else UPSTREAM
+
+
+def builder_launch(builder: Any) -> PrefillLaunch | None:
+    """The launch size of an indexer metadata builder; None where upstream's plan is kept.
+
+    Called once, at the end of the builder's construction. A builder with a plan of its own (CPU, ROCm) and a
+    platform whose kernels allocate inside the op are not covered; the log says so once.
+
+    Raises:
+        ValueError: a budget that is too small or not positive.
+    """
+    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder as Base
+
+    own_plan = type(builder)._split_indexer_prefill_chunks is not Base._split_indexer_prefill_chunks
+    if own_plan or not current_platform.is_cuda():
+        logger.warning_once(
+            "Sparse indexer logits are allocated as upstream does: %s is not covered by constant bytes.",
+            type(builder).__name__,
+        )
+        return None
+    config, policy = builder.vllm_config, covered_policy()
+    world = builder.dcp_world_size
+    if policy != UPSTREAM and builder.use_pcp and world > 1:
+        logger.warning_once("Sparse indexer logits keep upstream's sizes under PCP with DCP.")
+        return None
+    columns = -(-config.model_config.max_model_len // builder.compress_ratio)
+    return prefill_launch(
+        policy,
+        budget_bytes(envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB),
+        config.scheduler_config.max_num_batched_tokens,
+        local_columns(columns, world, builder.compressed_cp_interleave_size),
+        int(getattr(getattr(config.model_config, "hf_text_config", None), "index_n_heads", 0) or 0),
+        logits_layout(sm100=mqa_logits_use_mx_scales(), fp32_copy=True),
+    )
+
+
+def plan_builder_chunks(
+    builder: Any,
+    seq_lens: torch.Tensor,
+    query_lens: torch.Tensor,
+    workspace_rows: int,
+    max_logits_bytes: int,
+    request_offset: int,
+) -> list[Chunk]:
+    """The builder's chunks: planned by what is allocated, or by upstream's own plan where no launch size is set.
+
+    Args:
+        seq_lens, query_lens: keys and query rows of each prefill request, int32 on the CPU.
+        max_logits_bytes: upstream's budget, for its own plan.
+        request_offset: number of the first of these requests in the batch.
+    """
+    launch = getattr(builder, "prefill_launch", None)
+    if launch is None:
+        return builder._split_indexer_prefill_chunks(
+            seq_lens, query_lens, workspace_rows, max_logits_bytes, request_offset=request_offset
+        )
+    keys = seq_lens.tolist()
+    interleave = builder.compressed_cp_interleave_size
+    columns = [local_columns(n, builder.dcp_world_size, interleave) for n in keys]
+    planned = plan_chunks(query_lens.tolist(), keys, columns, workspace_rows, launch)
+    return [(slice(r.start + request_offset, r.stop + request_offset), rows) for r, rows in planned]
+
+
+def prefill_logits(
+    score: Callable[..., torch.Tensor],
+    upcast: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    inputs: tuple[Any, ...],
+    max_seqlen_k: int,
+    row_ends: torch.Tensor,
+    launch: PrefillLaunch | None,
+) -> torch.Tensor:
+    """Logits of one prefill launch, allocated at the launch's size.
+
+    Args:
+        score: DeepGEMM's ``fp8_fp4_mqa_logits``, called with ``inputs`` and a width.
+        upcast: makes the FP32 copy of BF16 logits; it keeps the row stride, so narrowing comes after it.
+        inputs: ``((q, q_scale), (k, k_scale), weights, starts, ends)``; q of shape [rows, heads, head_dim].
+        max_seqlen_k: most columns that a row needs.
+        row_ends: columns of each row, int32 [rows].
+        launch: None for upstream's size.
+
+    Returns:
+        FP32 [rows, max_seqlen_k], a view where the launch is wider.
+    """
+    width = max_seqlen_k
+    if launch is not None:
+        width = launch.width(inputs[0][0].shape[0], max_seqlen_k)
+        _keep_blocks_cached(launch, row_ends.device)
+    logits = upcast(score(*inputs, width), row_ends)
+    return logits if width == max_seqlen_k else logits[:, :max_seqlen_k]
+
+
+def _keep_blocks_cached(launch: PrefillLaunch, device: torch.device) -> None:
+    """Have free blocks of the canonical size in the allocator's cache.
+
+    A launch of fewer rows is a few column steps smaller. Were it the first, a block of its size would be
+    cached, too small for the next full chunk. Where the blocks are cached already this takes and returns them.
+    """
+    if launch.fixed_columns or device.type != "cuda":
+        return
+    blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in launch.allocations]
+    del blocks
