@@ -91,7 +91,7 @@ def current_values() -> dict[str, str]:
 
 def disagreement(values: Sequence[Mapping[str, str]]) -> str | None:
     """What is wrong with the values of all ranks, rank 0's first; None if nothing is."""
-    for name in sorted(values[0]):
+    for name in sorted(set().union(*values)):
         seen = [v.get(name, "absent") for v in values]
         if len(set(seen)) > 1:
             found = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(seen))

@@ -83,14 +83,16 @@ def test_export_is_stable_and_git_am_gives_the_same_tree(trees: dict[str, Trees]
 
 SHARED, KPOOL = "model_executor/layers/sparse_attn_indexer.py", "models/glm5next/nvidia/sparse_indexer.py"
 ONESHOT = "comm/pcie/pcie_oneshot.py"
-DROP, PROFILE, RANK = "indexer-drop-previous-logits", "profile-decode-logits", "oneshot-rank-data"
+DROP, LOGITS, RANK = "indexer-drop-previous-logits", "indexer-logits", "oneshot-rank-data"
+SWITCHES, WORKER = "neaptide-switches", "v1/worker/gpu_worker.py"
+BUILDER = "v1/attention/backends/mla/indexer.py"
 
 
 @dataclass(frozen=True)
 class Change:
     """Upstream's next commit: in ``symbol`` of ``file``, the first hit of ``match``, in that of ``within``, changes.
 
-    ``new`` stands for it, with ``$MATCH`` for its text and ``$FLAT`` for its text on one line.
+    ``patch`` drifts, and those of ``also``. ``new`` stands for the hit, with ``$MATCH`` for its text and ``$FLAT`` for its text on one line.
     """
 
     patch: str
@@ -99,6 +101,7 @@ class Change:
     match: Rule
     new: str
     within: Rule | None = None
+    also: tuple[str, ...] = ()
 
     @property
     def target(self) -> str:
@@ -126,6 +129,11 @@ MERGE, RESERVED = "_merge_dcp_topk_global($$$ARGS)", "max_logits_elems = $BYTES"
 OP, KPOOL_OP = "sparse_attn_indexer", "sparse_attn_indexer_kpool"
 CHUNKS = {"pattern": "prefill_metadata.chunks", "inside": {"kind": "for_statement", "field": "right"}}
 IN_A_TEST = {"inside": {"kind": "if_statement", "field": "condition"}}
+SCORED, PAGED = "fp8_fp4_mqa_logits($$$ARGS)", "fp8_fp4_paged_mqa_logits($$$ARGS)"
+KPOOL_INPUTS = "mqa_logits_mx_inputs(padded_q_quant_cast, $$$REST)"
+SPLIT = "self._split_indexer_prefill_chunks($$$ARGS)"
+GROUPS = "init_worker_distributed_environment($$$ARGS)"
+IGNORED = {"kind": "set", "inside": {"kind": "assignment"}}
 REGISTER = "PCIeOneshotAllReduce.register_buffer"
 DRIFTS = {
     "shared op, last use": Change(DROP, SHARED, OP, name("dcp_world_size"), "$MATCH + 0", MERGE),
@@ -136,14 +144,33 @@ DRIFTS = {
         {"kind": "comparison_operator", "regex": "^deinterleave_idx is None"},
         "$MATCH and has_prefill",
     ),
-    "shared op, loop": Change(DROP, SHARED, OP, CHUNKS, "reversed($MATCH)"),
+    "shared op, loop": Change(DROP, SHARED, OP, CHUNKS, "reversed($MATCH)", also=(LOGITS,)),
     "kpool op, last use": Change(DROP, KPOOL, KPOOL_OP, name("dcp_rank"), "$MATCH + 0", MERGE),
-    "kpool op, condition": Change(DROP, KPOOL, KPOOL_OP, {**name("has_prefill"), **IN_A_TEST}, "$MATCH and num_tokens"),
-    "reservation": Change(PROFILE, SHARED, OP, {"kind": "binary_operator"}, "2 * $MATCH", RESERVED),
-    "condition of the FP32 copy": Change(
-        PROFILE, SHARED, OP, {"kind": "comparison_operator", "regex": "deep_select"}, "not $MATCH"
+    "kpool op, condition": Change(
+        DROP, KPOOL, KPOOL_OP, {**name("has_prefill"), **IN_A_TEST}, "$MATCH and num_tokens", also=(LOGITS,)
     ),
-    "kpool reservation": Change(PROFILE, KPOOL, KPOOL_OP, name("prefill_cap_elems"), "$MATCH + 1", RESERVED),
+    "reservation": Change(LOGITS, SHARED, OP, {"kind": "binary_operator"}, "2 * $MATCH", RESERVED),
+    "condition of the FP32 copy": Change(
+        LOGITS, SHARED, OP, {"kind": "comparison_operator", "regex": "deep_select"}, "not $MATCH"
+    ),
+    "kpool reservation": Change(LOGITS, KPOOL, KPOOL_OP, name("prefill_cap_elems"), "$MATCH + 1", RESERVED),
+    "shared op, prefill": Change(LOGITS, SHARED, OP, name("cu_seqlen_ke"), "$MATCH + 0", SCORED),
+    "kpool op, prefill": Change(LOGITS, KPOOL, KPOOL_OP, name("cu_seqlen_ke"), "$MATCH + 0", SCORED),
+    "shared op, decode": Change(LOGITS, SHARED, OP, name("decode_weights"), "$MATCH * 1", PAGED),
+    "kpool op, decode": Change(LOGITS, KPOOL, KPOOL_OP, name("num_padded_tokens"), "$MATCH + 0", KPOOL_INPUTS),
+    "plan": Change(
+        LOGITS, BUILDER, "DeepseekV32IndexerMetadataBuilder.build", name("num_decodes"), "$MATCH + 0", SPLIT
+    ),
+    "width of a chunk": Change(
+        LOGITS,
+        BUILDER,
+        "build_prefill_chunk_metadata",
+        name("end_idx"),
+        "$MATCH + 1",
+        "int(compressed_seq_lens_cpu[start_idx:end_idx].max())",
+    ),
+    "process groups": Change(SWITCHES, WORKER, "Worker.init_device", name("rank"), "local_rank", GROUPS),
+    "compile hash": Change(SWITCHES, "envs.py", "compile_factors", {"kind": "string"}, "'another'", IGNORED),
     "rank data constant": Change(RANK, ONESHOT, "DEFAULT_RANK_DATA_BYTES", {"kind": "integer"}, "16"),
     "table width": Change(RANK, ONESHOT, "_MAX_RANKS", {"kind": "integer"}, "32"),
     "registering an input": Change(
@@ -152,9 +179,15 @@ DRIFTS = {
 }
 MOVES = {
     "another statement of the loop": Change(DROP, KPOOL, KPOOL_OP, "num_rows = $ROWS", "$MATCH; checked = True"),
+    "another statement of the builder": Change(
+        LOGITS, BUILDER, "DeepseekV32IndexerMetadataBuilder.build", "num_reqs = $VALUE", "$MATCH; checked = True"
+    ),
     "another statement of the function": Change(DROP, SHARED, OP, "fp8_dtype = $TYPE", "$MATCH; checked = True"),
 }
 CLEAN = {
+    "another variable of the environment": Change(
+        SWITCHES, "envs.py", "environment_variables", {"kind": "string", "regex": "VLLM_HOST_IP"}, "'VLLM_HOST_NAME'"
+    ),
     "a comment": Change(DROP, KPOOL, KPOOL_OP, "num_rows = $ROWS", "$MATCH  # new"),
     "formatting": Change(DROP, KPOOL, KPOOL_OP, {"kind": "argument_list"}, "$FLAT", MERGE),
     "another function": Change(DROP, KPOOL, "<module>", "logger = $LOGGER", "$MATCH\n\n\ndef added() -> None: ..."),
@@ -199,7 +232,8 @@ def test_drift_is_named_shown_and_remembered(
     assert f"drift: {change.target}/{change.patch}: {change.file} {change.symbol.split('.')[0]}" in shown
     assert any(line.startswith("+") and new in line for line in shown.splitlines())
     assert git(checkout, "rev-parse", "HEAD") == head
-    assert run("apply", *given, "--accept-drift", f"{change.target}/{change.patch}") == 0
+    accepted = [p for patch in (change.patch, *change.also) for p in ("--accept-drift", f"{change.target}/{patch}")]
+    assert run("apply", *given, *accepted) == 0
     assert run("revert", *given) == 0
     assert run("apply", *given) == 0, "the accepted drift is remembered"
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from indexer_standins import Device, K, Shape, Step, chosen_scores, make_step, row_bytes, run, sets
+from indexer_standins import Device, run
+from indexer_steps import K, Shape, Step, chosen_scores, make_step, row_bytes, sets
 from vllm_modules import load
 
 RAGGED = (2, 1, 4, 4, 3, 1, 2, 4, 1, 1, 3)

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from indexer_standins import Shape, make_step, overlay, row_bytes, run
+from indexer_standins import overlay, run
+from indexer_steps import Shape, make_step, row_bytes
 from vllm_modules import load
 
 TIERS = (4, 8, 32, 64)
@@ -78,6 +79,15 @@ def test_decode_tiles_fit_the_budget() -> None:
         assert all(start % 2 == 0 for start, _ in ranges) or not sm100
 
 
+def test_an_odd_varlen_step_that_fits_is_one_tile() -> None:
+    """Tiles of the varlen form are whole pairs of rows: 37 of 1,024 BF16 columns with their FP32 copy, and no 38th."""
+    layout = overlay("logits").logits_layout(sm100=True, fp32_copy=True)
+    decode_tiles, budget = overlay("decode").decode_tiles, 37 * 1024 * 6
+    assert overlay("logits").decode_logits_bytes(37, 700, layout) == budget
+    assert decode_tiles("constant_bytes", budget, 37, 1, 700, True, layout) == ((0, 37),)
+    assert len(decode_tiles("constant_bytes", budget - 1, 37, 1, 700, True, layout)) == 2
+
+
 @pytest.mark.parametrize("policy", ["fixed_width", "upstream"])
 def test_other_policies_score_the_step_at_once(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where the budget does not hold one row."""
@@ -96,8 +106,8 @@ def test_other_platforms_score_the_step_at_once(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("sm100", [False, True])
 def test_a_step_of_one_tile_is_left_to_the_op(which: str, sm100: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its one call takes the builder's schedule, and none is made."""
-    step = make_step(Shape(units=38, varlen=sm100))
-    found, device = run(step, monkeypatch, budget=38 * row_bytes(700, sm100=sm100), which=which, sm100=sm100)
+    step = make_step(Shape(units=37, varlen=sm100))
+    found, device = run(step, monkeypatch, budget=37 * row_bytes(700, sm100=sm100), which=which, sm100=sm100)
     whole, _ = run(step, monkeypatch, budget=1, policy="upstream", which=which, sm100=sm100)
     assert [call.schedule for call in device.calls] == [step.decode.schedule_metadata]
     assert device.schedules == []

@@ -60,6 +60,8 @@ def reserved_bytes(
 ) -> int:  # fmt: skip
     name, op, width, more = OPS[which]
     module, envs = load(name), importlib.import_module("vllm.envs")
+    prefill = importlib.import_module("vllm.model_executor.layers.sparse_indexer_prefill")
+    monkeypatch.setattr(prefill, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     context, workspace = SimpleNamespace(attn_metadata=None), SimpleNamespace(get_simultaneous=lambda *specs: None)
     for variable, value in {
         "VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY": policy, "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB": str(budget_mb)

@@ -110,8 +110,8 @@ LADDER_COLUMNS = (
     "time / upstream", "rows of other sets",
 )  # fmt: skip
 DECODE_COLUMNS = (
-    "case", "tiles", "rows of unequal scores / other sets", "peak untiled / tiled, MiB",
-    "graph untiled / tiled, MiB", "replay same", "time tiled / untiled",
+    "case", "tiles", "rows of unequal scores / other sets / other scores in them", "peak untiled / tiled, MiB",
+    "graph untiled / tiled, MiB", "rows of other scores in the replay", "time tiled / untiled",
 )  # fmt: skip
 
 
@@ -130,12 +130,16 @@ def ladder_line(row: Mapping[str, Any]) -> list[str]:
 
 
 def decode_line(row: Mapping[str, Any]) -> list[str]:
+    replayed = row.get("tiled_graph_replay_rows_of_other_set_scores", row.get("tiled_graph_error", ""))
     return [
-        row["case"], str(row["tiles"]), f"{row['rows_of_unequal_scores']} / {row['rows_of_other_sets']}",
+        row["case"],
+        str(row["tiles"]),
+        " / ".join(str(row[f"rows_of_{what}"]) for what in ("unequal_scores", "other_sets", "other_set_scores")),
         f"{_mib(row['untiled_peak_bytes'])} / {_mib(row['tiled_peak_bytes'])}",
         f"{_mib(row.get('untiled_graph_bytes'))} / {_mib(row.get('tiled_graph_bytes'))}",
-        str(row.get("tiled_graph_replay_same_sets", row.get("tiled_graph_error", ""))), f"{row['time_ratio']:.3f}",
-    ]  # fmt: skip
+        str(replayed),
+        f"{row['time_ratio']:.3f}",
+    ]
 
 
 def show(rows: Sequence[Row], progress: Progress) -> None:
@@ -161,8 +165,11 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure = Figure(figsize=(9, 3 * max(1, len(cases))), layout="constrained")
     for place, case in enumerate(cases, 1):
         axes = figure.add_subplot(len(cases), 1, place)
-        for row in (r for r in done if r["case"] == case):
-            axes.plot([b / 2**30 for b in row["reserved_bytes"]], label=row["variant"], drawstyle="steps-post")
+        for number, row in enumerate(r for r in done if r["case"] == case):
+            axes.plot(
+                [b / 2**30 for b in row["reserved_bytes"]], label=row["variant"], drawstyle="steps-post",
+                linestyle=("-", "-", ":")[number % 3], linewidth=2,
+            )  # fmt: skip
         axes.set(title=f"prefill {case}", xlabel="chunk", ylabel="reserved above the start, GiB")
         axes.legend()
         axes.grid(alpha=0.3)

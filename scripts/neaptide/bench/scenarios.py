@@ -60,7 +60,7 @@ _NEAR_LIMIT = (*_prompts(30000, 100000, 120000), Request(60000, 32, count=16))
 # Short sequences, so many that their rows at full width are gigabytes.
 _DECODE_WIDE = replace(
     _FLASHMLA, name="decode-wide", max_model_len=1 << 20, max_num_seqs=1536, utilisation=0.975, graphs="eager",
-    requests=(Request(64, 8, count=1536),),
+    requests=(Request(64, 64, count=1536),),
 )  # fmt: skip
 _MIXED = (Request(1000, 256, count=16), Request(90000, 8, count=2))
 _DECLARED = (

@@ -19,6 +19,7 @@ from vllm import envs
 from vllm.model_executor.layers.sparse_indexer_logits import (
     LogitsLayout,
     budget_bytes,
+    decode_logits_bytes,
     decode_tile_units,
     logits_layout,
     round_up,
@@ -117,7 +118,7 @@ def decode_tiles(
     Raises:
         ValueError: a budget that one unit does not fit.
     """
-    if policy != CONSTANT_BYTES:
+    if policy != CONSTANT_BYTES or decode_logits_bytes(units * next_n, columns, layout) <= budget:
         return ((0, units),)
     step = VARLEN_STEP if varlen else 1
     return tiles(units, decode_tile_units(budget, next_n, step, columns, layout), step, next_n)

@@ -112,7 +112,7 @@ def prefill_row_step(heads: int) -> int:
 
     ``heads`` of 0, for unknown, gives a multiple of every step.
     """
-    return PREFILL_BLOCK_QH // heads if heads > 0 else PREFILL_BLOCK_QH
+    return max(1, PREFILL_BLOCK_QH // heads) if heads > 0 else PREFILL_BLOCK_QH
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,8 @@ def prefill_launch(
 
     Returns:
         For ``constant_bytes`` the largest multiple of (``rows`` rounded up) x (one step of the row stride)
-        within the budget, or what a full chunk at full width takes, if that is less.
+        within the budget, or what a full chunk at full width takes, if that is less. Where a budget is so small
+        that such a multiple would not hold one step of rows at full width, whole steps of rows count instead.
 
     Raises:
         ValueError: a budget that one step of rows at full width does not fit; the message names the smallest
@@ -196,11 +197,10 @@ def prefill_launch(
     if policy == FIXED_WIDTH:
         return PrefillLaunch(layout, row_step, allowed, fixed_columns=columns)
     column_step = max(layout.column_step, layout.prefill_block)
-    for granule in (round_up(rows, row_step) * column_step, row_step * column_step):
-        if granule <= allowed:
-            allowed = round_down(allowed, granule)
-            break
-    return PrefillLaunch(layout, row_step, min(allowed, round_up(rows, row_step) * full))
+    whole_chunks = round_down(allowed, round_up(rows, row_step) * column_step)
+    # One step of rows at full width must fit what is left; it is a multiple of the finer granule.
+    elements = whole_chunks if whole_chunks >= row_step * full else round_down(allowed, row_step * column_step)
+    return PrefillLaunch(layout, row_step, min(elements, round_up(rows, row_step) * full))
 
 
 def _refuse_small_budget(budget: int, needed: int, what: str) -> None:

@@ -97,7 +97,7 @@ def builder_launch(builder: Any) -> PrefillLaunch | None:
     if policy != UPSTREAM and builder.use_pcp and world > 1:
         logger.warning_once("Sparse indexer logits keep upstream's sizes under PCP with DCP.")
         return None
-    columns = -(-config.model_config.max_model_len // builder.compress_ratio)
+    columns = config.model_config.max_model_len // builder.compress_ratio
     return prefill_launch(
         policy,
         budget_bytes(envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB),
