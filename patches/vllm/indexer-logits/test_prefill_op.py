@@ -17,7 +17,7 @@ import torch
 from vllm_modules import load
 
 HEADS, DIM, TOPK, ROWS, COLUMNS = 32, 8, 16, 64, 2048
-# Whole full chunks up to 1,024 columns: 64 x 1,024 FP32 elements.
+# Whole full chunks up to 1,024 columns of FP32, and up to 512 of BF16 with its FP32 copy, which are 192 KiB.
 BUDGET = 256 << 10
 Scores = Callable[[torch.Tensor], torch.Tensor]
 OPS = {
@@ -54,6 +54,12 @@ class Device:
         self.launches: list[tuple[int, int]] = []
         self.copies: list[tuple[tuple[int, ...], int]] = []
         self.ranked: list[tuple[int, torch.dtype]] = []
+
+    def live_bytes(self) -> list[int]:
+        """Bytes of each launch's logits and of their copy."""
+        copies = [size for _, size in self.copies] or [0] * len(self.launches)
+        sizes = [allocated * self.layout.element_bytes for _, allocated in self.launches]
+        return [size + copy for size, copy in zip(sizes, copies, strict=True)]
 
     def gather(self, cache: Any, k_quant: torch.Tensor, k_scale: Any, table: Any, lens: torch.Tensor) -> None:
         bounds = lens.tolist()
@@ -144,10 +150,10 @@ def run(which: str, device: Device, meta: Any, monkeypatch: pytest.MonkeyPatch) 
     return buffer.tolist()
 
 
-def launch_of(policy: str, *, sm100: bool = False) -> Any:
+def launch_of(policy: str, *, sm100: bool = False, budget: int = BUDGET) -> Any:
     sizes = importlib.import_module("vllm.model_executor.layers.sparse_indexer_logits")
     layout = sizes.logits_layout(sm100=sm100, fp32_copy=True)
-    return sizes.prefill_launch(policy, BUDGET, ROWS, COLUMNS, HEADS, layout)
+    return sizes.prefill_launch(policy, budget, ROWS, COLUMNS, HEADS, layout)
 
 
 @pytest.mark.parametrize("which", OPS)
@@ -166,30 +172,36 @@ def test_selection_is_that_of_upstreams_sizes(
         assert found == run(which, exact, metadata(step, None, launch), monkeypatch)
         assert wide.ranked == exact.ranked
         assert all(allocated <= launch.elements for _, allocated in wide.launches)
+        assert policy != "constant_bytes" or max(wide.live_bytes()) <= BUDGET
         short += sum(-1 in row for row in found)
         assert not any(-7 in row for row in found)
     assert short > 0
 
 
 @pytest.mark.parametrize("which", OPS)
-@pytest.mark.parametrize("sm100", [False, True], ids=["sm90", "sm100"])
+@pytest.mark.parametrize(
+    ("sm100", "budget", "width"),
+    [(False, BUDGET, 1024), (True, BUDGET, 512), (True, 384 << 10, 1024)],
+    ids=["sm90", "sm100", "sm100-384-KiB"],
+)
 def test_every_full_chunk_allocates_the_canonical_size(
-    which: str, sm100: bool, monkeypatch: pytest.MonkeyPatch
+    which: str, sm100: bool, budget: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the FP32 copy of BF16 logits, which is made at the wide stride and narrowed afterwards."""
-    launch, device = launch_of("constant_bytes", sm100=sm100), Device(SCORES["random"], None)
-    device.layout = launch.layout
+    launch = launch_of("constant_bytes", sm100=sm100, budget=budget)
+    device = Device(SCORES["random"], launch.layout)
     for keys in range(128, COLUMNS + 1, 128):
         run(which, device, metadata([(ROWS, keys)], launch, launch), monkeypatch)
     full = [allocated for rows, allocated in device.launches if rows == ROWS]
-    assert len(full) == 1024 // 128
-    assert set(full) == {ROWS * 1024}
-    assert max(allocated for _, allocated in device.launches) == ROWS * 1024
+    assert len(full) == width // 128
+    assert set(full) == {ROWS * width}
+    assert max(allocated for _, allocated in device.launches) == ROWS * width
+    assert max(device.live_bytes()) == ROWS * width * (6 if sm100 else 4) <= budget
     assert {dtype for _, dtype in device.ranked} == {torch.float32}
-    assert sorted({width for width, _ in device.ranked}) == list(range(128, COLUMNS + 1, 128))
+    assert sorted({ranked for ranked, _ in device.ranked}) == list(range(128, COLUMNS + 1, 128))
     if sm100:
-        assert {shape for shape, _ in device.copies if shape[0] == ROWS} == {(ROWS, 1024)}
-        assert {size for shape, size in device.copies if shape[0] == ROWS} == {ROWS * 1024 * 4}
+        assert {shape for shape, _ in device.copies if shape[0] == ROWS} == {(ROWS, width)}
+        assert {size for shape, size in device.copies if shape[0] == ROWS} == {ROWS * width * 4}
         assert len(device.copies) == len(device.launches)
 
 

@@ -1,0 +1,204 @@
+"""Upstream's next commit on real sources: what is drift, what is only moved, and what does not count."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from neaptide import verify
+from neaptide.anchor import find
+from neaptide.cli import main
+from neaptide.model import Rule
+from neaptide.pins import load_lock
+from neaptide.symbols import find_symbol
+from neaptide.text import Source
+from real import ROOT, Trees
+from toy import commit_all, git
+
+
+def run(*arguments: str) -> int:
+    command, *more = arguments
+    return main([command, "--root", str(ROOT), *more])
+
+
+SHARED, KPOOL = "model_executor/layers/sparse_attn_indexer.py", "models/glm5next/nvidia/sparse_indexer.py"
+ONESHOT = "comm/pcie/pcie_oneshot.py"
+DROP, LOGITS, RANK = "indexer-drop-previous-logits", "indexer-logits", "oneshot-rank-data"
+SWITCHES, WORKER = "neaptide-switches", "v1/worker/gpu_worker.py"
+BUILDER = "v1/attention/backends/mla/indexer.py"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Upstream's next commit: in ``symbol`` of ``file``, the first hit of ``match``, in that of ``within``, changes.
+
+    ``patch`` drifts, and those of ``also``. ``new`` stands for the hit, with ``$MATCH`` for its text and ``$FLAT``
+    for its text on one line.
+    """
+
+    patch: str
+    file: str
+    symbol: str
+    match: Rule
+    new: str
+    within: Rule | None = None
+    also: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> str:
+        return "b12x" if self.file == ONESHOT else "vllm"
+
+    def apply(self, text: str) -> tuple[str, str]:
+        """The changed text, and what was put in."""
+        source = Source(text)
+        symbol = find_symbol(source.tree, self.symbol)
+        assert symbol is not None
+        span = (0, len(text)) if self.symbol == "<module>" else source.span(symbol)
+        if self.within is not None:
+            span = (lambda hit: (hit.start, hit.end))(find(source, self.within, span)[0])
+        hit = find(source, self.match, span)[0]
+        old = text[hit.start : hit.end]
+        new = self.new.replace("$MATCH", old).replace("$FLAT", " ".join(old.split()))
+        return text[: hit.start] + new + text[hit.end :], new
+
+
+def name(identifier: str) -> Rule:
+    return {"kind": "identifier", "regex": f"^{identifier}$"}
+
+
+MERGE, RESERVED = "_merge_dcp_topk_global($$$ARGS)", "max_logits_elems = $BYTES"
+OP, KPOOL_OP = "sparse_attn_indexer", "sparse_attn_indexer_kpool"
+CHUNKS = {"pattern": "prefill_metadata.chunks", "inside": {"kind": "for_statement", "field": "right"}}
+IN_A_TEST = {"inside": {"kind": "if_statement", "field": "condition"}}
+SCORED, PAGED = "fp8_fp4_mqa_logits($$$ARGS)", "fp8_fp4_paged_mqa_logits($$$ARGS)"
+KPOOL_INPUTS = "mqa_logits_mx_inputs(padded_q_quant_cast, $$$REST)"
+SPLIT = "self._split_indexer_prefill_chunks($$$ARGS)"
+GROUPS = "init_worker_distributed_environment($$$ARGS)"
+IGNORED = {"kind": "set", "inside": {"kind": "assignment"}}
+REGISTER = "PCIeOneshotAllReduce.register_buffer"
+DRIFTS = {
+    "shared op, last use": Change(DROP, SHARED, OP, name("dcp_world_size"), "$MATCH + 0", MERGE),
+    "shared op, condition": Change(
+        DROP,
+        SHARED,
+        OP,
+        {"kind": "comparison_operator", "regex": "^deinterleave_idx is None"},
+        "$MATCH and has_prefill",
+    ),
+    "shared op, loop": Change(DROP, SHARED, OP, CHUNKS, "reversed($MATCH)", also=(LOGITS,)),
+    "kpool op, last use": Change(DROP, KPOOL, KPOOL_OP, name("dcp_rank"), "$MATCH + 0", MERGE),
+    "kpool op, condition": Change(
+        DROP, KPOOL, KPOOL_OP, {**name("has_prefill"), **IN_A_TEST}, "$MATCH and num_tokens", also=(LOGITS,)
+    ),
+    "reservation": Change(LOGITS, SHARED, OP, {"kind": "binary_operator"}, "2 * $MATCH", RESERVED),
+    "condition of the FP32 copy": Change(
+        LOGITS, SHARED, OP, {"kind": "comparison_operator", "regex": "deep_select"}, "not $MATCH"
+    ),
+    "kpool reservation": Change(LOGITS, KPOOL, KPOOL_OP, name("prefill_cap_elems"), "$MATCH + 1", RESERVED),
+    "shared op, prefill": Change(LOGITS, SHARED, OP, name("cu_seqlen_ke"), "$MATCH + 0", SCORED),
+    "kpool op, prefill": Change(LOGITS, KPOOL, KPOOL_OP, name("cu_seqlen_ke"), "$MATCH + 0", SCORED),
+    "shared op, decode": Change(LOGITS, SHARED, OP, name("decode_weights"), "$MATCH * 1", PAGED),
+    "kpool op, decode": Change(LOGITS, KPOOL, KPOOL_OP, name("num_padded_tokens"), "$MATCH + 0", KPOOL_INPUTS),
+    "plan": Change(
+        LOGITS, BUILDER, "DeepseekV32IndexerMetadataBuilder.build", name("num_decodes"), "$MATCH + 0", SPLIT
+    ),
+    "width of a chunk": Change(
+        LOGITS,
+        BUILDER,
+        "build_prefill_chunk_metadata",
+        name("end_idx"),
+        "$MATCH + 1",
+        "int(compressed_seq_lens_cpu[start_idx:end_idx].max())",
+    ),
+    "process groups": Change(SWITCHES, WORKER, "Worker.init_device", name("rank"), "local_rank", GROUPS),
+    "compile hash": Change(SWITCHES, "envs.py", "compile_factors", {"kind": "string"}, "'another'", IGNORED),
+    "rank data constant": Change(RANK, ONESHOT, "DEFAULT_RANK_DATA_BYTES", {"kind": "integer"}, "16"),
+    "table width": Change(RANK, ONESHOT, "_MAX_RANKS", {"kind": "integer"}, "32"),
+    "registering an input": Change(
+        RANK, ONESHOT, REGISTER, name("list"), "tuple", "self._ext.register_buffer($$$ARGS)"
+    ),
+}
+MOVES = {
+    "another statement of the loop": Change(DROP, KPOOL, KPOOL_OP, "num_rows = $ROWS", "$MATCH; checked = True"),
+    "another statement of the builder": Change(
+        LOGITS, BUILDER, "DeepseekV32IndexerMetadataBuilder.build", "num_reqs = $VALUE", "$MATCH; checked = True"
+    ),
+    "another statement of the function": Change(DROP, SHARED, OP, "fp8_dtype = $TYPE", "$MATCH; checked = True"),
+}
+CLEAN = {
+    "another variable of the environment": Change(
+        SWITCHES, "envs.py", "environment_variables", {"kind": "string", "regex": "VLLM_HOST_IP"}, "'VLLM_HOST_NAME'"
+    ),
+    "a comment": Change(DROP, KPOOL, KPOOL_OP, "num_rows = $ROWS", "$MATCH  # new"),
+    "formatting": Change(DROP, KPOOL, KPOOL_OP, {"kind": "argument_list"}, "$FLAT", MERGE),
+    "another function": Change(DROP, KPOOL, "<module>", "logger = $LOGGER", "$MATCH\n\n\ndef added() -> None: ..."),
+}
+
+
+@pytest.fixture
+def no_smoke(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout of a part of the files cannot be imported."""
+    monkeypatch.setattr(verify, "import_smoke", lambda *args: verify.Smoke("skipped", "not a whole tree"))
+
+
+def changed_checkout(trees: dict[str, Trees], folder: Path, change: Change) -> tuple[Path, str]:
+    """The files that the series touches (of b12x the whole package), and the change as a commit on top."""
+    pristine = trees["current"].pristine / change.target / change.target
+    if change.target == "b12x":
+        shutil.copytree(pristine, folder / "b12x")
+    touched = [p for p, sha in load_lock(ROOT, "current")[change.target].before.items() if sha is not None]
+    for path in touched:
+        (folder / change.target / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(pristine / path, folder / change.target / path)
+    git(folder, "init", "-q", "-b", "main")
+    commit_all(folder, "pristine")
+    file = folder / change.target / change.file
+    text, new = change.apply(file.read_text())
+    file.write_text(text)
+    commit_all(folder, "upstream moves on")
+    return folder, new
+
+
+@pytest.mark.usefixtures("no_smoke")
+@pytest.mark.parametrize("name", DRIFTS)
+def test_drift_is_named_shown_and_remembered(
+    trees: dict[str, Trees], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = DRIFTS[name]
+    checkout, new = changed_checkout(trees, tmp_path, change)
+    given = ("--checkout", f"{change.target}={checkout}")
+    head = git(checkout, "rev-parse", "HEAD")
+    assert run("apply", *given) == 4
+    shown = capsys.readouterr().err
+    assert f"drift: {change.target}/{change.patch}: {change.file} {change.symbol.split('.')[0]}" in shown
+    assert any(line.startswith("+") and new in line for line in shown.splitlines())
+    assert git(checkout, "rev-parse", "HEAD") == head
+    accepted = [p for patch in (change.patch, *change.also) for p in ("--accept-drift", f"{change.target}/{patch}")]
+    assert run("apply", *given, *accepted) == 0
+    assert run("revert", *given) == 0
+    assert run("apply", *given) == 0, "the accepted drift is remembered"
+
+
+@pytest.mark.usefixtures("no_smoke")
+@pytest.mark.parametrize("name", [*MOVES, *CLEAN])
+def test_changes_beside_the_anchor_go_on(
+    trees: dict[str, Trees], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = {**MOVES, **CLEAN}[name]
+    checkout, _ = changed_checkout(trees, tmp_path, change)
+    assert run("apply", "--checkout", f"{change.target}={checkout}") == 0
+    shown = capsys.readouterr().err
+    assert (f"moved: {change.target}/{change.patch}" in shown) == (name in MOVES)
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_another_release_with_its_version_is_refused(trees: dict[str, Trees], tmp_path: Path) -> None:
+    """b12x 1.1.0 under the pin of 1.5.1 would get code for another backend."""
+    shutil.copytree(trees["r12"].pristine / "b12x", tmp_path / "b12x")
+    git(tmp_path / "b12x", "init", "-q", "-b", "main")
+    commit_all(tmp_path / "b12x", "1.1.0")
+    given = ("apply", "--checkout", f"b12x={tmp_path / 'b12x'}")
+    assert run(*given) == 2
+    assert run(*given, "--pin", "r12") == 0
