@@ -1,7 +1,7 @@
 """QSA's prefill, which no patch changes, keeps allocating one buffer of logits however long the context is.
 
-vLLM's ``qsa_select_paged_prefill`` takes the whole budget at once and scores every launch into a slice of it. The series
-leaves it alone for that reason. These tests pass on the pristine tree, too: they say when the reason is gone.
+vLLM's ``qsa_select_paged_prefill`` takes the whole budget at once and scores every launch into a slice of it. The
+series leaves it alone for that reason. These tests pass on the pristine tree, too: they say when the reason is gone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 from real import Trees, run_python
 
 MIB, ROWS, PAGE, RATIO, CONTEXTS = 1 << 20, 256, 64, 4, (8192, 16_384, 65_536, 262_144)
-# argv: rows, page size, pages of a request, compression, contexts. The real selection on a CPU, without its two kernels:
-# what scores leaves its output alone, what ranks keeps the logits that it gets. Prints JSON at the end.
+# argv: rows, page size, pages of a request, compression, contexts. The real selection on a CPU, without its kernels: the
+# one that scores leaves its output alone, the one that ranks notes the logits that it gets. Prints JSON at the end.
 PROGRAM = """
 import importlib, json, sys
 from types import SimpleNamespace

@@ -81,15 +81,14 @@ def test_a_builder_counts_the_copy_of_sm100(monkeypatch: pytest.MonkeyPatch) -> 
     assert plan(made, [131_072], [8192]) == [(slice(0, 1), slice(at, min(at + 672, 8192))) for at in starts]
 
 
-@pytest.mark.parametrize(("max_model_len", "pools"), [(8192, 2048), (8195, 2048), (8196, 2049), (3, 0)])
+@pytest.mark.parametrize(("max_model_len", "columns"), [(8192, 2048), (8195, 2048), (8196, 2304), (1023, 256)])
 def test_a_builder_has_the_whole_pools_of_the_longest_sequence(
-    max_model_len: int, pools: int, monkeypatch: pytest.MonkeyPatch
+    max_model_len: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens of an unfinished pool are no column; 2,049 pools take the next 256."""
     policy(monkeypatch, "constant_bytes")
     made = builder(monkeypatch, max_model_len=max_model_len, compress_ratio=4)
-    full = made.prefill_launch.elements if pools else made.prefill_launch
-    assert full == ({2048: 8192 * 2048, 2049: 8192 * 2304}[pools] if pools else None)
+    assert made.prefill_launch.elements == 8192 * columns
 
 
 def test_a_builder_plans_by_pools(monkeypatch: pytest.MonkeyPatch) -> None:

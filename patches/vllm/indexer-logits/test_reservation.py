@@ -7,8 +7,6 @@ largest storage that it makes.
 from __future__ import annotations
 
 import importlib
-import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +27,6 @@ OPS = {
     ),
     "kpool": ("vllm.models.glm5next.nvidia.sparse_indexer", "sparse_attn_indexer_kpool", "max_pool_len", {}),
 }  # fmt: skip
-
-
-def sizes() -> Any:
-    return importlib.import_module("vllm.model_executor.layers.sparse_indexer_logits")
 
 
 def config(seqs: int, batched: int, speculative: int | None) -> Any:
@@ -56,12 +50,12 @@ class Largest(TorchDispatchMode):
 
 def reserved_bytes(
     which: str, columns: int, vllm_config: Any, monkeypatch: pytest.MonkeyPatch, *,
-    policy: str = "constant_bytes", sm100: bool = False, budget_mb: int = 1, **extra: Any,
+    policy: str = "constant_bytes", sm100: bool = False, budget_mb: int = 1, cuda: bool = True, **extra: Any,
 ) -> int:  # fmt: skip
     name, op, width, more = OPS[which]
     module, envs = load(name), importlib.import_module("vllm.envs")
     prefill = importlib.import_module("vllm.model_executor.layers.sparse_indexer_prefill")
-    monkeypatch.setattr(prefill, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(prefill, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
     context, workspace = SimpleNamespace(attn_metadata=None), SimpleNamespace(get_simultaneous=lambda *specs: None)
     for variable, value in {
         "VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY": policy, "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB": str(budget_mb)
@@ -90,25 +84,30 @@ def reserved_bytes(
         ("constant_bytes", 8193, config(64, 96, 5), False, {}, 31 * 8448 * 4),
         # the same without speculation: no more rows than sequences
         ("constant_bytes", 8193, config(8, 96, None), False, {}, 10 * 96 * 256 * 4),
-        # SM100 prefill: 5 steps of 96 rows x 512 columns, BF16 and its FP32 copy
-        ("constant_bytes", 8193, config(64, 96, 5), True, {}, 5 * 96 * 512 * 6),
+        # SM100: 6 bytes, BF16 and its FP32 copy. Decode 20 rows of 8,193 columns, which are 22 splits of 384, which are 17
+        # steps of 512; prefill 3 steps of 96 rows x 512 columns
+        ("constant_bytes", 8193, config(64, 96, 5), True, {}, 20 * 8704 * 6),
+        ("constant_bytes", 8193, config(2, 96, None), True, {}, 3 * 96 * 512 * 6),
         # prefill at fixed width has the budget; decode 48 rows of 8,193 columns, as 33 steps of 256
         ("fixed_width", 8193, config(8, 3072, 5), False, {}, 48 * 8448 * 4),
         ("fixed_width", 8193, config(1, 3072, None), False, {}, MIB),
-        # BF16 and its FP32 copy: 8,193 columns are 22 splits of 384, which are 17 steps of 512
+        # fixed width counts 4 of the 6 bytes
         ("fixed_width", 8193, config(8, 3072, 5), True, {}, 48 * 8704 * 6),
         ("fixed_width", 8193, config(1, 3072, None), True, {}, MIB // 4 * 6),
-        ("upstream", 8193, config(8, 3072, 5), False, {}, 48 * 8448 * 4),
-        ("upstream", 8193, config(8, 3072, 5), True, {}, 48 * 8704 * 6),
-        ("upstream", 1024, config(4, 3072, None), False, {}, MIB),
-        ("upstream", 1024, config(4, 3072, None), True, {}, MIB // 4 * 6),
+        # upstream's plan for 96 rows in a batch takes less than decode
+        ("upstream", 8193, config(8, 96, 5), False, {}, 48 * 8448 * 4),
+        ("upstream", 8193, config(8, 96, 5), True, {}, 48 * 8704 * 6),
+        # for 3,072 it takes more: the budget, 255 or 511 columns of each row, and 3 rows at full width
+        ("upstream", 8193, config(8, 3072, 5), False, {}, (MIB // 4 + 3072 * 255 + 3 * 8448) * 4),
+        ("upstream", 8193, config(8, 3072, 5), True, {}, (MIB // 4 + 3072 * 511 + 3 * 8704) * 6),
         # no more sequences than tokens in a batch
         ("upstream", 65_536, config(64, 16, None), False, {}, 16 * 65_536 * 4),
         # under decode context parallelism prefill is as wide as the fullest rank, 256 of 512 columns; decode is not
         ("constant_bytes", 512, config(4, 256, 5), False, {"dcp_world_size": 2}, 256 * 256 * 4),
-        ("upstream", 8193, config(8, 3072, 5), False, {"dcp_world_size": 2}, 48 * 8448 * 4),
+        ("upstream", 8193, config(8, 96, 5), False, {"dcp_world_size": 2}, 48 * 8448 * 4),
+        ("upstream", 8193, config(1, 96, None), False, {"dcp_world_size": 2}, (MIB // 4 + 96 * 255 + 3 * 4352) * 4),
         # a merge across ranks reads FP32 whatever the backend
-        ("upstream", 8193, config(8, 3072, 5), True, {"topk_backend": "deep_select", "dcp_world_size": 2},
+        ("upstream", 8193, config(8, 96, 5), True, {"topk_backend": "deep_select", "dcp_world_size": 2},
          48 * 8704 * 6),
     ],
 )  # fmt: skip
@@ -134,21 +133,30 @@ def test_without_scheduler_the_budget_stays(
 
 def test_deep_select_of_the_shared_op_keeps_decode_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     found = reserved_bytes(
-        "shared", 8192, config(64, 3072, 5), monkeypatch, policy="upstream", sm100=True, topk_backend="deep_select"
+        "shared", 8192, config(64, 96, 5), monkeypatch, policy="upstream", sm100=True, topk_backend="deep_select"
     )
     assert found == 384 * 8704 * 2
 
 
-@pytest.mark.parametrize("policy", ["constant_bytes", "fixed_width", "upstream"])
+@pytest.mark.parametrize(
+    ("policy", "elements"),
+    [
+        # one chunk at full width is the budget of 6 MiB
+        ("constant_bytes", 2048 * 512),
+        # which upstream counts as 1.5 Mi elements
+        ("fixed_width", 6 * MIB // 4),
+        ("upstream", 6 * MIB // 4 + 2048 * 511 + 3 * 512),
+    ],
+)
 def test_deep_select_of_the_shared_op_reserves_the_copy_of_prefill(
-    policy: str, monkeypatch: pytest.MonkeyPatch
+    policy: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill copies BF16 logits to FP32 whatever the top-k of decode is: 2,048 rows of 512 columns, 1 Mi elements."""
+    """Prefill copies BF16 logits to FP32 whatever the top-k of decode is: 2,048 rows of 512 columns."""
     found = reserved_bytes(
         "shared", 512, config(1, 2048, None), monkeypatch,
-        policy=policy, sm100=True, budget_mb=4, topk_backend="deep_select",
+        policy=policy, sm100=True, budget_mb=6, topk_backend="deep_select",
     )  # fmt: skip
-    assert found == 2048 * 512 * 6
+    assert found == elements * 6
 
 
 @pytest.mark.parametrize("which", OPS)
@@ -158,8 +166,8 @@ def test_deep_select_of_the_shared_op_reserves_the_copy_of_prefill(
         # 256 sequences of 1 + 5 rows; 1,048,576 columns are 2,731 splits of 384, which are 2,049 steps of 512
         ("upstream", 1536 * 1_049_088 * 6),
         ("fixed_width", 1536 * 1_049_088 * 6),
-        # prefill: 8,192 rows of 32 x 512 columns, BF16 and its FP32 copy; a decode tile has 85 rows, 535 MB
-        ("constant_bytes", 8192 * 16_384 * 6),
+        # a tile of 85 such rows; a prefill launch takes 21 steps of 8,192 rows x 512 columns, 528,482,304
+        ("constant_bytes", 85 * 1_049_088 * 6),
     ],
 )
 def test_the_deployment_of_pull_request_62860(
@@ -169,10 +177,29 @@ def test_the_deployment_of_pull_request_62860(
     found = reserved_bytes(
         which, 1_048_576, config(256, 8192, 5), monkeypatch, policy=policy, sm100=True, budget_mb=512
     )
-    assert found == wanted
+    assert found == wanted == (535_034_880 if policy == "constant_bytes" else 9_668_395_008)
     if policy == "constant_bytes":
-        assert 85 * 1_049_088 * 6 <= 512 * MIB < 86 * 1_049_088 * 6
-        assert found == 768 * MIB
+        assert 21 * 8192 * 512 * 6 < found <= 512 * MIB < 86 * 1_049_088 * 6
+
+
+@pytest.mark.parametrize(("world_size", "planned"), [(1, True), (2, False)])
+def test_prefill_of_pcp_with_dcp_is_reserved_as_upstream_plans_it(
+    world_size: int, planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the full width, which PCP does not shard; decode is tiled all the same, or 384 rows would take 13 MB."""
+    found = reserved_bytes("shared", 8193, config(64, 96, 5), monkeypatch, use_pcp=True, dcp_world_size=world_size)
+    assert found == (31 * 8448 * 4 if planned else (MIB // 4 + 96 * 255 + 3 * 8448) * 4)
+
+
+@pytest.mark.parametrize("which", OPS)
+@pytest.mark.parametrize("policy", ["constant_bytes", "fixed_width", "upstream"])
+def test_other_platforms_are_reserved_as_upstream_plans(
+    which: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the switch says: neither launches nor tiles are of the policy there."""
+    for sequences, wanted in ((8, 48 * 8448 * 4), (1, (MIB // 4 + 96 * 255 + 3 * 8448) * 4)):
+        found = reserved_bytes(which, 8193, config(sequences, 96, 5), monkeypatch, policy=policy, cuda=False)
+        assert found == wanted
 
 
 @pytest.mark.parametrize("ratio", [1, 4])
@@ -195,51 +222,3 @@ def test_reserved_prefill_is_the_launch_of_the_builder(
     builder.compressed_cp_interleave_size = 1
     monkeypatch.setattr(prefill, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     assert prefill.builder_launch(builder).live_bytes == found
-
-
-def settings(count: int) -> Iterator[tuple[str, int, int, Any, Any, int]]:
-    """(policy, budget, columns, layout, config, reserved bytes) of random settings that are allowed."""
-    rng, made = random.Random(4), 0
-    while made < count:
-        policy = rng.choice(["constant_bytes", "constant_bytes", "fixed_width"])
-        budget, columns = rng.choice([4, 7, 64, 512]) * MIB, int(2 ** rng.uniform(4, 20.1))
-        layout = sizes().logits_layout(sm100=rng.random() < 0.5, fp32_copy=True)
-        vllm_config = config(int(2 ** rng.uniform(0, 9)), int(2 ** rng.uniform(0, 14)), rng.choice([None, 1, 3, 5]))
-        try:
-            found = sizes().reserved_logits_bytes(
-                policy, budget, columns, HEADS, layout, vllm_config, varlen=layout.element_bytes == 2
-            )
-        except ValueError:
-            continue
-        made += 1
-        yield policy, budget, columns, layout, vllm_config, found
-
-
-def test_reservation_holds_every_planned_prefill_launch() -> None:
-    planner, rng = importlib.import_module("vllm.model_executor.layers.sparse_indexer_prefill"), random.Random(5)
-    for policy, budget, columns, layout, vllm_config, found in settings(400):
-        batched, step = vllm_config.scheduler_config.max_num_batched_tokens, 1024 // layout.element_bytes
-        launch = sizes().prefill_launch(policy, budget, batched, columns, HEADS, layout)
-        keys = [columns, rng.randint(1, columns), rng.randint(1, columns), 1]
-        rows = [max(1, batched // rng.randint(1, 4)) for _ in keys]
-        for requests, where in planner.plan_chunks(rows, keys, keys, 40 * columns, launch):
-            count = where.stop - where.start
-            stride = -(-launch.width(count, max(keys[requests])) // step) * step
-            assert -(-count // 4) * 4 * stride * (4 if step == 256 else 6) <= found
-
-
-def test_reservation_holds_every_decode_tile() -> None:
-    """Native and padded steps (whole requests), flattened ones and the varlen form of SM100."""
-    tiler, tiled = importlib.import_module("vllm.model_executor.layers.sparse_indexer_decode"), 0
-    for policy, budget, columns, layout, vllm_config, found in settings(400):
-        speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
-        next_n = 1 if speculative is None else 1 + speculative.num_speculative_tokens
-        seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        varlen = layout.element_bytes == 2
-        forms = [(seqs * next_n, 1)] if varlen else [(seqs * next_n, 1), (seqs, next_n)]
-        for units, rows in forms:
-            tiles = tiler.decode_tiles(policy, budget, units, rows, columns, varlen, layout)
-            tiled += len(tiles) > 1
-            for start, stop in tiles:
-                assert sizes().decode_logits_bytes((stop - start) * rows, columns, layout) <= found
-    assert tiled > 20

@@ -38,12 +38,15 @@ class LogitsLayout:
         copy_bytes: one logit of the FP32 copy that is alive beside it; 0 if none is made.
         prefill_block: columns a prefill row is rounded up to before its stride is.
         decode_block: the same for a paged row (one KV split).
+        prefill_more: columns that DeepGEMM adds to a prefill row before it rounds; 0 where rows start at their own
+            first key (vLLM 0.33), one block where a row has a column for every gathered key (before).
     """
 
     element_bytes: int
     copy_bytes: int
     prefill_block: int
     decode_block: int
+    prefill_more: int = 0
 
     @property
     def live_bytes(self) -> int:
@@ -57,7 +60,7 @@ class LogitsLayout:
 
     def prefill_stride(self, columns: int) -> int:
         """Columns that a prefill row of ``columns`` takes."""
-        return round_up(round_up(columns, self.prefill_block), self.column_step)
+        return round_up(round_up(columns + self.prefill_more, self.prefill_block), self.column_step)
 
     def decode_stride(self, columns: int) -> int:
         """Columns that a paged row of ``columns`` takes."""
@@ -74,6 +77,11 @@ def logits_layout(*, sm100: bool, fp32_copy: bool) -> LogitsLayout:
     if sm100:
         return LogitsLayout(2, FP32_BYTES if fp32_copy else 0, prefill_block=256, decode_block=384)
     return LogitsLayout(FP32_BYTES, 0, prefill_block=256, decode_block=256)
+
+
+def gathered_keys_layout() -> LogitsLayout:
+    """The layout before vLLM 0.33: FP32 everywhere, and a prefill row has a column for every gathered key."""
+    return LogitsLayout(FP32_BYTES, 0, prefill_block=256, decode_block=256, prefill_more=256)
 
 
 def reads_fp32_logits(topk_backend: str, dcp_world_size: int) -> bool:
@@ -160,7 +168,8 @@ class PrefillLaunch:
         if self.fixed_columns:
             return max(columns, self.fixed_columns)
         step = max(self.layout.column_step, self.layout.prefill_block)
-        return max(columns, round_down(self.elements // round_up(rows, self.row_step), step))
+        stride = round_down(self.elements // round_up(rows, self.row_step), step)
+        return max(columns, stride - self.layout.prefill_more)
 
 
 def prefill_launch(
@@ -218,7 +227,7 @@ def upstream_prefill_elements(budget: int, rows: int, columns: int, heads: int, 
     each of at most ``rows`` rows, and less than one step of rows at full width.
     """
     row_step = prefill_row_step(heads)
-    column_step = max(layout.column_step, layout.prefill_block)
+    column_step = max(layout.column_step, layout.prefill_block) + layout.prefill_more
     more = round_up(rows, row_step) * (column_step - 1) + (row_step - 1) * layout.prefill_stride(columns)
     return budget // FP32_BYTES + more
 
@@ -250,7 +259,7 @@ def max_decode_rows(max_num_seqs: int, max_num_batched_tokens: int, num_speculat
 
 def reserved_logits_bytes(
     policy: str, budget: int, columns: int, heads: int, config: Any, *, sm100: bool, decode_fp32: bool = True,
-    local: tuple[int, int] = (1, 1), planned: bool = True,
+    local: tuple[int, int] = (1, 1), planned: bool = True, tiled: bool = True, layout: LogitsLayout | None = None,
 ) -> int:  # fmt: skip
     """Bytes that the profiling run reserves: the most that is alive at once, in prefill or in decode.
 
@@ -263,6 +272,8 @@ def reserved_logits_bytes(
         decode_fp32: whether decode copies BF16 logits to FP32.
         local: world size and interleave over which prefill's columns are sharded.
         planned: whether prefill is planned by launch size at all; upstream's plan otherwise.
+        tiled: whether decode is tiled under ``constant_bytes``.
+        layout: of prefill; by default the architecture's.
 
     Raises:
         ValueError: as :func:`prefill_launch` and :func:`decode_tile_units`.
@@ -274,19 +285,19 @@ def reserved_logits_bytes(
     if getattr(config, "speculative_config", None) is not None:
         next_n += config.speculative_config.num_speculative_tokens
     widest, plan = local_columns(columns, *local), policy if planned else UPSTREAM
-    prefill = _prefill_bytes(plan, budget, batched, widest, heads, sm100)
-    layout = logits_layout(sm100=sm100, fp32_copy=decode_fp32)
+    prefill_layout = layout or logits_layout(sm100=sm100, fp32_copy=True)
+    prefill = _prefill_bytes(plan, budget, batched, widest, heads, prefill_layout)
+    decode_layout = logits_layout(sm100=sm100, fp32_copy=decode_fp32)
     rows = max_decode_rows(scheduler.max_num_seqs, batched, next_n - 1)
-    if policy == CONSTANT_BYTES:
+    if policy == CONSTANT_BYTES and tiled:
         # The form with the largest unit must fit; the one with the smallest has the largest tiles.
-        decode_tile_units(budget, *((1, 2) if sm100 else (next_n, 1)), columns, layout)
-        rows = min(rows, decode_tile_units(budget, 1, 1, columns, layout))
-    return max(prefill, decode_logits_bytes(rows, columns, layout))
+        decode_tile_units(budget, *((1, 2) if sm100 else (next_n, 1)), columns, decode_layout)
+        rows = min(rows, decode_tile_units(budget, 1, 1, columns, decode_layout))
+    return max(prefill, decode_logits_bytes(rows, columns, decode_layout))
 
 
-def _prefill_bytes(policy: str, budget: int, rows: int, columns: int, heads: int, sm100: bool) -> int:
+def _prefill_bytes(policy: str, budget: int, rows: int, columns: int, heads: int, layout: LogitsLayout) -> int:
     """Bytes alive in the largest prefill launch under a policy."""
-    layout = logits_layout(sm100=sm100, fp32_copy=True)
     launch = prefill_launch(policy, budget, rows, columns, heads, layout)
     if launch is not None:
         return launch.live_bytes

@@ -9,12 +9,13 @@ only the row stride of what it writes them to is wider, and the result is narrow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.model_executor.layers.sparse_indexer_blocks import keep_blocks_cached
 from vllm.model_executor.layers.sparse_indexer_logits import (
     PrefillLaunch,
     budget_bytes,
@@ -22,51 +23,12 @@ from vllm.model_executor.layers.sparse_indexer_logits import (
     logits_layout,
     prefill_launch,
 )
+from vllm.model_executor.layers.sparse_indexer_plan import Chunk, plan_chunks
 from vllm.neaptide_switches import UPSTREAM
 from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
 
 logger = init_logger(__name__)
-
-Chunk = tuple[slice, slice]
-
-
-def plan_chunks(
-    rows: Sequence[int],
-    kv_rows: Sequence[int],
-    columns: Sequence[int],
-    workspace_rows: int,
-    launch: PrefillLaunch,
-) -> list[Chunk]:
-    """Split prefill requests into launches by what each launch allocates.
-
-    Requests are packed in order while their gathered keys fit the workspace and their logits one launch; a packed
-    launch is as wide as its widest request. A request that does not fit alone is split into row ranges.
-
-    Args:
-        rows: query rows of each request.
-        kv_rows: keys of each request that are gathered into the workspace.
-        columns: keys that a row of each request can be scored against on this rank.
-        workspace_rows: keys that the workspace holds.
-
-    Returns:
-        (requests, rows within them) of each launch, in order; every row is in exactly one.
-    """
-    chunks: list[Chunk] = []
-    end = 0
-    while end < len(rows):
-        start, packed, gathered, widest = end, 0, 0, 0
-        while end < len(rows):
-            width = max(widest, columns[end])
-            more, keys = packed + rows[end], gathered + kv_rows[end]
-            if keys > workspace_rows or not launch.fits(more, width):
-                break
-            packed, gathered, widest, end = more, keys, width, end + 1
-        if end == start:
-            packed, widest, end = rows[start], columns[start], start + 1
-        step = launch.max_rows(widest) if widest else max(1, packed)
-        chunks += [(slice(start, end), slice(at, min(at + step, packed))) for at in range(0, packed, step)]
-    return chunks
 
 
 def covered_policy() -> str:
@@ -159,18 +121,6 @@ def prefill_logits(
     width = max_seqlen_k
     if launch is not None:
         width = launch.width(inputs[0][0].shape[0], max_seqlen_k)
-        _keep_blocks_cached(launch, row_ends.device)
+        keep_blocks_cached(launch, row_ends.device)
     logits = upcast(score(*inputs, width), row_ends)
     return logits if width == max_seqlen_k else logits[:, :max_seqlen_k]
-
-
-def _keep_blocks_cached(launch: PrefillLaunch, device: torch.device) -> None:
-    """Have free blocks of the canonical size in the allocator's cache.
-
-    A launch of fewer rows is a few column steps smaller. Were it the first, a block of its size would be
-    cached, too small for the next full chunk. Where the blocks are cached already this takes and returns them.
-    """
-    if launch.fixed_columns or device.type != "cuda":
-        return
-    blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in launch.allocations]
-    del blocks
