@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The switches of neaptide's vLLM patches: the one place that reads their environment variables.
 
-``vllm.envs`` takes :data:`VARIABLES` into its table, so the names are known to vLLM, validated when
-its cache is filled, left out of the compile hash (:data:`NAMES`) and carried to Ray workers. The
-rest of the overlay reads them from ``vllm.envs``. Standard library only: ``vllm.envs`` imports this.
+``vllm.envs`` takes the names into its table and reads their values here, so they are known to vLLM, validated
+when its cache is filled, left out of the compile hash and carried to Ray workers. It imports this module on use only:
+vLLM's ``setup.py`` loads ``envs.py`` by its path where no vLLM can be imported. The rest of the overlay reads the
+values from ``vllm.envs``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ INDEXER_LOGITS_POLICY = "VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY"
 # The name that vllm-project/vllm#58068 gives to its fixed width: 1 and 0 are understood.
 FIXED_LOGITS_WIDTH = "VLLM_SPARSE_INDEXER_FIXED_LOGITS_WIDTH"
 LOGITS_BUDGET_MB = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
+
+# Raised when the bytes that profiling reserves change for the same settings.
+ACCOUNTING = "1"
+WRONG = "error: "
 
 CONSTANT_BYTES = "constant_bytes"
 FIXED_WIDTH = "fixed_width"
@@ -80,44 +85,54 @@ def current_values() -> dict[str, str]:
     """
     from vllm import envs
 
-    values = {}
+    values = {"accounting": ACCOUNTING}
     for name in (*sorted(NAMES), LOGITS_BUDGET_MB):
         try:
             values[name] = repr(getattr(envs, name))
         except ValueError as error:
-            values[name] = f"error: {error}"
+            values[name] = f"{WRONG}{error}"
     return values
 
 
+def wrong_value(values: Sequence[Mapping[str, str]]) -> str | None:
+    """The error of the first value, on any rank, that could not be read."""
+    wrong = (v[name].removeprefix(WRONG) for v in values for name in sorted(v) if v[name].startswith(WRONG))
+    return next(wrong, None)
+
+
 def disagreement(values: Sequence[Mapping[str, str]]) -> str | None:
-    """What is wrong with the values of all ranks, rank 0's first; None if nothing is."""
+    """The first name whose values differ between ranks, by their order; None if none does."""
     for name in sorted(set().union(*values)):
         seen = [v.get(name, "absent") for v in values]
         if len(set(seen)) > 1:
             found = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(seen))
             return f"{name} differs across ranks: {found}; wanted one value. Set it alike in every rank's environment."
-        if seen[0].startswith("error: "):
-            return seen[0].removeprefix("error: ")
     return None
 
 
-def check_ranks_agree() -> None:
+def check_ranks_agree(parallel_config: Any) -> None:
     """Compare the switches of all ranks once, when the process groups stand.
 
     Collective over the world group, on the CPU. Every rank takes part whatever its own values are, so
-    that a wrong value is an error on all of them and not a hang on the others.
+    that a wrong value is an error on all of them and not a hang on the others. Ranks of different
+    data-parallel replicas follow no plan together and may differ. Workers that join a running engine are not
+    compared: the running ones do not take part.
 
     Raises:
-        ValueError: a wrong value, or values that differ.
+        ValueError: a wrong value, or values that differ within a replica.
     """
     import torch
+    from vllm import envs
     from vllm.distributed import get_world_group
 
-    world = get_world_group()
-    everyone: list[Any] = [current_values()]
+    if getattr(envs, "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", False):
+        return
+    world, replica = get_world_group(), parallel_config.data_parallel_rank
+    everyone: list[Any] = [(replica, current_values())]
     if world.world_size > 1:
         everyone = [None] * world.world_size
-        torch.distributed.all_gather_object(everyone, current_values(), group=world.cpu_group)
-    wrong = disagreement(everyone)
+        torch.distributed.all_gather_object(everyone, (replica, current_values()), group=world.cpu_group)
+    mine = [values for of, values in everyone if of == replica]
+    wrong = wrong_value([values for _, values in everyone]) or disagreement(mine)
     if wrong is not None:
         raise ValueError(wrong)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from real import Trees, run_python
 
-MIB, ROWS, PAGE, RATIO, CONTEXTS = 1 << 20, 256, 64, 4, (8192, 16_384, 65_536, 262_144)
-# argv: rows, page size, pages of a request, compression, contexts. The real selection on a CPU, without its kernels: the
-# one that scores leaves its output alone, the one that ranks notes the logits that it gets. Prints JSON at the end.
+MIB, ROWS, PAGE, RATIO, CONTEXTS = 1 << 20, 256, 64, 4, (3072, 12_288, 86_016, 262_144)
+# argv: rows, page size, pages of a request, compression, contexts. The real selection on a CPU, without its kernels:
+# the one that scores leaves its output alone, the one that ranks notes the logits that it gets. Prints JSON at the end.
 PROGRAM = """
 import importlib, json, sys
 from types import SimpleNamespace

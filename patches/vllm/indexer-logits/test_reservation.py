@@ -84,8 +84,8 @@ def reserved_bytes(
         ("constant_bytes", 8193, config(64, 96, 5), False, {}, 31 * 8448 * 4),
         # the same without speculation: no more rows than sequences
         ("constant_bytes", 8193, config(8, 96, None), False, {}, 10 * 96 * 256 * 4),
-        # SM100: 6 bytes, BF16 and its FP32 copy. Decode 20 rows of 8,193 columns, which are 22 splits of 384, which are 17
-        # steps of 512; prefill 3 steps of 96 rows x 512 columns
+        # SM100: 6 bytes, BF16 and its FP32 copy. Decode 20 rows of 8,193 columns, which are 22 splits of 384, which are
+        # 17 steps of 512; prefill 3 steps of 96 rows x 512 columns
         ("constant_bytes", 8193, config(64, 96, 5), True, {}, 20 * 8704 * 6),
         ("constant_bytes", 8193, config(2, 96, None), True, {}, 3 * 96 * 512 * 6),
         # prefill at fixed width has the budget; decode 48 rows of 8,193 columns, as 33 steps of 256

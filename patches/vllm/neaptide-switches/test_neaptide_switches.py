@@ -180,8 +180,8 @@ def test_an_error_on_every_rank_is_that_error_and_on_one_rank_names_it() -> None
 
 
 @functools.cache
-def ranks() -> list[dict[str, str]]:
-    """What each of two gloo ranks says in each scenario; one that does not end in time is an error."""
+def outputs() -> list[str]:
+    """Output of two gloo ranks that go through the scenarios; one that does not end in time is an error."""
     base = {name: value for name, value in os.environ.items() if name not in (POLICY, FIXED, BUDGET)}
     with tempfile.TemporaryDirectory() as folder:
         started = [
@@ -192,12 +192,16 @@ def ranks() -> list[dict[str, str]]:
             for rank in range(2)
         ]  # fmt: skip
         try:
-            output = [process.communicate(timeout=240)[0] for process in started]
+            return [process.communicate(timeout=240)[0] for process in started]
         finally:
             for process in started:
                 process.kill()
-    said = [re.search(r"^said(.*)$", text, re.MULTILINE) for text in output]
-    assert all(said), "\n".join(output)
+
+
+def ranks() -> list[dict[str, str]]:
+    """What each rank says in each scenario."""
+    said = [re.search(r"^said(.*)$", text, re.MULTILINE) for text in outputs()]
+    assert all(said), "\n".join(outputs())
     return [json.loads(found[1]) for found in said if found]
 
 

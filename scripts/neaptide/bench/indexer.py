@@ -18,6 +18,7 @@ from neaptide.output import Progress
 
 CHILD = Path(__file__).with_name("indexer_child.py")
 POLICY = "VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY"
+SWITCHES = (POLICY, "VLLM_SPARSE_INDEXER_FIXED_LOGITS_WIDTH")
 CONSTANT_BYTES, FIXED_WIDTH = "constant_bytes", "fixed_width"
 MIB = 1 << 20
 Row = dict[str, Any]
@@ -44,7 +45,9 @@ def run_child(
         if variant.files:
             make_view(package, variant.files, folder / "view")
             path.insert(0, str(folder / "view"))
-        env = {k: v for k, v in os.environ.items() if k != POLICY} | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+        env = {k: v for k, v in os.environ.items() if k not in SWITCHES} | {
+            "PYTHONPATH": os.pathsep.join(filter(None, path))
+        }
         if policy is not None:
             env[POLICY] = policy
         spec, result = folder / "spec.json", folder / "result.json"

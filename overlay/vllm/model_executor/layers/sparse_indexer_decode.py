@@ -95,7 +95,8 @@ def tiles(units: int, most: int, step: int, unit_rows: int) -> tuple[tuple[int, 
     """Ranges of units, as equal as the step allows, each of at most ``most``.
 
     The last range begins earlier and repeats rows of the one before it where it would otherwise have so few
-    rows that the persistent top-k took another algorithm than for all rows; the scores and sets are the same.
+    rows that the persistent top-k took another algorithm than for all rows (if ``most`` allows); the scores and
+    sets are the same.
     """
     if units <= most:
         return ((0, units),)
@@ -133,10 +134,11 @@ def step_tiles(q: torch.Tensor, columns: int, *, varlen: bool, fp32: bool) -> tu
         varlen, fp32: as in :class:`DecodeStep`.
     """
     units, next_n = q.shape[:2]
-    if not current_platform.is_cuda():
+    policy = envs.VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY
+    if policy != CONSTANT_BYTES or not current_platform.is_cuda():
         return ((0, units),)
     return decode_tiles(
-        envs.VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY,
+        policy,
         budget_bytes(envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB),
         units,
         next_n,

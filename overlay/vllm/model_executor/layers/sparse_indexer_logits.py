@@ -10,6 +10,7 @@ DeepGEMM's ``csrc/apis/attention.hpp``: the allocation of a launch is rows times
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from vllm.neaptide_switches import CONSTANT_BYTES, FIXED_WIDTH, UPSTREAM
@@ -67,6 +68,7 @@ class LogitsLayout:
         return round_up(round_up(columns, self.decode_block), self.column_step)
 
 
+@cache
 def logits_layout(*, sm100: bool, fp32_copy: bool) -> LogitsLayout:
     """The layout of an architecture.
 
@@ -200,11 +202,10 @@ def prefill_launch(
     if policy not in (CONSTANT_BYTES, FIXED_WIDTH) or columns <= 0:
         return None
     row_step, full = prefill_row_step(heads), layout.prefill_stride(columns)
-    counted = FP32_BYTES if policy == FIXED_WIDTH else layout.live_bytes
-    _refuse_small_budget(budget, row_step * full * counted, f"{row_step} prefill rows of {columns} columns")
-    allowed = budget // counted
     if policy == FIXED_WIDTH:
-        return PrefillLaunch(layout, row_step, allowed, fixed_columns=columns)
+        return PrefillLaunch(layout, row_step, budget // FP32_BYTES, fixed_columns=columns)
+    _refuse_small_budget(budget, row_step * full * layout.live_bytes, f"{row_step} prefill rows of {columns} columns")
+    allowed = budget // layout.live_bytes
     column_step = max(layout.column_step, layout.prefill_block)
     whole_chunks = round_down(allowed, round_up(rows, row_step) * column_step)
     # One step of rows at full width must fit what is left; it is a multiple of the finer granule.
@@ -258,29 +259,33 @@ def max_decode_rows(max_num_seqs: int, max_num_batched_tokens: int, num_speculat
 
 
 def reserved_logits_bytes(
-    policy: str, budget: int, columns: int, heads: int, config: Any, *, sm100: bool, decode_fp32: bool = True,
-    local: tuple[int, int] = (1, 1), planned: bool = True, tiled: bool = True, layout: LogitsLayout | None = None,
+    policy: str, upstream: int, budget: int, columns: int, heads: int, config: Any, *, sm100: bool,
+    decode_fp32: bool = True, local: tuple[int, int] = (1, 1), planned: bool = True, tiled: bool = True,
+    layout: LogitsLayout | None = None,
 ) -> int:  # fmt: skip
     """Bytes that the profiling run reserves: the most that is alive at once, in prefill or in decode.
 
     Args:
         policy, budget, heads: as for :func:`prefill_launch`.
+        upstream: bytes that upstream reserves here. Any policy but ``constant_bytes`` keeps them.
         columns: keys a row may have: ``max_model_len``, or its number of pools.
-        config: the current ``VllmConfig``. None, or one without a scheduler (dummy runs outside of profiling have no
-            need of the worst case), leaves the budget.
+        config: the current ``VllmConfig``. None outside of profiling: a dummy step of a running engine takes nothing.
+            One without a scheduler leaves ``upstream``.
         sm100: whether DeepGEMM's SM100 kernels run. They write BF16, and decode in the varlen form.
         decode_fp32: whether decode copies BF16 logits to FP32.
         local: world size and interleave over which prefill's columns are sharded.
         planned: whether prefill is planned by launch size at all; upstream's plan otherwise.
-        tiled: whether decode is tiled under ``constant_bytes``.
+        tiled: whether decode is tiled.
         layout: of prefill; by default the architecture's.
 
     Raises:
         ValueError: as :func:`prefill_launch` and :func:`decode_tile_units`.
     """
+    if config is None:
+        return 0
     scheduler = getattr(config, "scheduler_config", None)
-    if scheduler is None:
-        return budget
+    if scheduler is None or policy != CONSTANT_BYTES:
+        return upstream
     batched, next_n = scheduler.max_num_batched_tokens, 1
     if getattr(config, "speculative_config", None) is not None:
         next_n += config.speculative_config.num_speculative_tokens
@@ -289,7 +294,7 @@ def reserved_logits_bytes(
     prefill = _prefill_bytes(plan, budget, batched, widest, heads, prefill_layout)
     decode_layout = logits_layout(sm100=sm100, fp32_copy=decode_fp32)
     rows = max_decode_rows(scheduler.max_num_seqs, batched, next_n - 1)
-    if policy == CONSTANT_BYTES and tiled:
+    if tiled:
         # The form with the largest unit must fit; the one with the smallest has the largest tiles.
         decode_tile_units(budget, *((1, 2) if sm100 else (next_n, 1)), columns, decode_layout)
         rows = min(rows, decode_tile_units(budget, 1, 1, columns, decode_layout))

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.sparse_indexer_logits import (
     prefill_launch,
 )
 from vllm.model_executor.layers.sparse_indexer_plan import Chunk, plan_chunks
-from vllm.neaptide_switches import UPSTREAM
+from vllm.neaptide_switches import CONSTANT_BYTES, UPSTREAM
 from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
 
@@ -39,35 +39,51 @@ def covered_policy() -> str:
 def builder_launch(builder: Any) -> PrefillLaunch | None:
     """The launch size of an indexer metadata builder; None where upstream's plan is kept.
 
-    Called once, at the end of the builder's construction. A builder with a plan of its own (CPU, ROCm) and a
-    platform whose kernels allocate inside the op are not covered; the log says so once.
+    Called once, at the end of the builder's construction. A builder with a plan of its own (CPU, ROCm, the
+    sparse logits of DeepSeek V4.1), a platform whose kernels allocate inside the op, and prefill with decode
+    context parallelism are not covered; the log says so once.
 
     Raises:
         ValueError: a budget that is too small or not positive.
     """
-    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder as Base
-
-    own_plan = type(builder)._split_indexer_prefill_chunks is not Base._split_indexer_prefill_chunks
-    if own_plan or not current_platform.is_cuda():
+    policy = covered_policy()
+    if _keeps_upstreams_plan(builder):
         logger.warning_once(
-            "Sparse indexer logits are allocated as upstream does: %s is not covered by constant bytes.",
+            "Sparse indexer prefill logits are allocated as upstream does: %s is not covered by constant bytes.",
             type(builder).__name__,
         )
         return None
-    config, policy = builder.vllm_config, covered_policy()
-    world = builder.dcp_world_size
-    if policy != UPSTREAM and builder.use_pcp and world > 1:
-        logger.warning_once("Sparse indexer logits keep upstream's sizes under PCP with DCP.")
+    if policy == UPSTREAM:
         return None
+    config = builder.vllm_config
     columns = config.model_config.max_model_len // builder.compress_ratio
     return prefill_launch(
         policy,
         budget_bytes(envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB),
         config.scheduler_config.max_num_batched_tokens,
-        local_columns(columns, world, builder.compressed_cp_interleave_size),
+        local_columns(columns, builder.dcp_world_size, builder.compressed_cp_interleave_size),
         int(getattr(getattr(config.model_config, "hf_text_config", None), "index_n_heads", 0) or 0),
         logits_layout(sm100=mqa_logits_use_mx_scales(), fp32_copy=True),
     )
+
+
+def _keeps_upstreams_plan(builder: Any) -> bool:
+    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder as Base
+
+    own = ("_split_indexer_prefill_chunks", "_prefill_split_seq_lens")
+    return (
+        any(getattr(type(builder), name) is not getattr(Base, name) for name in own)
+        or not current_platform.is_cuda()
+        or (builder.use_pcp and builder.dcp_world_size > 1)
+    )
+
+
+def chunk_columns(columns: int, world_size: int, interleave: int) -> int:
+    """Columns that the logits of a chunk need: what a decode-context-parallel rank holds at most, alike on all of them.
+
+    All ``columns``, as upstream, under another policy than ``constant_bytes``.
+    """
+    return local_columns(columns, world_size, interleave) if covered_policy() == CONSTANT_BYTES else columns
 
 
 def plan_builder_chunks(

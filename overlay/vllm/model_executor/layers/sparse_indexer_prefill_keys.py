@@ -108,6 +108,6 @@ def reserved_bytes(budget: int, columns: int, heads: int, config: Any, dcp_world
     Args and errors as for :func:`reserved_logits_bytes`.
     """
     return reserved_logits_bytes(
-        covered_policy(), budget, columns, heads, config, sm100=False, local=(dcp_world_size, interleave),
+        covered_policy(), budget, budget, columns, heads, config, sm100=False, local=(dcp_world_size, interleave),
         layout=gathered_keys_layout(), tiled=False,
     )  # fmt: skip
