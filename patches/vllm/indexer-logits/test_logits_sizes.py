@@ -93,7 +93,6 @@ def decode(next_n: int, step: int, sm100: bool) -> Callable[[int], Any]:
         (lambda: prefill("constant_bytes", False), 16),
         (lambda: prefill("constant_bytes", True), 24),
         # as upstream counts: 4 bytes on both architectures
-        (lambda: prefill("fixed_width", True), 16),
         # 6 rows of a request x 1,048,576 FP32 columns
         (lambda: decode(6, 1, False), 24),
         # 2 rows x 1,049,088 columns of BF16 with their FP32 copy: 12,589,056 bytes

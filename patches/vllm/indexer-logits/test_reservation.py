@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_modules import load
 
 MIB, HEADS = 1 << 20, 32
+POLICIES = ("constant_bytes", "fixed_width", "upstream")
 COMMON = {
     "k_cache_prefix": "k", "q_scale": None, "k": None, "quant_block_size": 128, "scale_fmt": None,
     "topk_tokens": 8, "head_dim": 64, "total_seq_lens": 4, "skip_k_cache_insert": True,
@@ -88,27 +89,11 @@ def reserved_bytes(
         # 17 steps of 512; prefill 3 steps of 96 rows x 512 columns
         ("constant_bytes", 8193, config(64, 96, 5), True, {}, 20 * 8704 * 6),
         ("constant_bytes", 8193, config(2, 96, None), True, {}, 3 * 96 * 512 * 6),
-        # prefill at fixed width has the budget; decode 48 rows of 8,193 columns, as 33 steps of 256
-        ("fixed_width", 8193, config(8, 3072, 5), False, {}, 48 * 8448 * 4),
-        ("fixed_width", 8193, config(1, 3072, None), False, {}, MIB),
-        # fixed width counts 4 of the 6 bytes
-        ("fixed_width", 8193, config(8, 3072, 5), True, {}, 48 * 8704 * 6),
-        ("fixed_width", 8193, config(1, 3072, None), True, {}, MIB // 4 * 6),
-        # upstream's plan for 96 rows in a batch takes less than decode
-        ("upstream", 8193, config(8, 96, 5), False, {}, 48 * 8448 * 4),
-        ("upstream", 8193, config(8, 96, 5), True, {}, 48 * 8704 * 6),
-        # for 3,072 it takes more: the budget, 255 or 511 columns of each row, and 3 rows at full width
-        ("upstream", 8193, config(8, 3072, 5), False, {}, (MIB // 4 + 3072 * 255 + 3 * 8448) * 4),
-        ("upstream", 8193, config(8, 3072, 5), True, {}, (MIB // 4 + 3072 * 511 + 3 * 8704) * 6),
-        # no more sequences than tokens in a batch
-        ("upstream", 65_536, config(64, 16, None), False, {}, 16 * 65_536 * 4),
         # under decode context parallelism prefill is as wide as the fullest rank, 256 of 512 columns; decode is not
         ("constant_bytes", 512, config(4, 256, 5), False, {"dcp_world_size": 2}, 256 * 256 * 4),
-        ("upstream", 8193, config(8, 96, 5), False, {"dcp_world_size": 2}, 48 * 8448 * 4),
-        ("upstream", 8193, config(1, 96, None), False, {"dcp_world_size": 2}, (MIB // 4 + 96 * 255 + 3 * 4352) * 4),
         # a merge across ranks reads FP32 whatever the backend
-        ("upstream", 8193, config(8, 96, 5), True, {"topk_backend": "deep_select", "dcp_world_size": 2},
-         48 * 8704 * 6),
+        ("constant_bytes", 8193, config(64, 96, 5), True, {"topk_backend": "deep_select", "dcp_world_size": 2},
+         20 * 8704 * 6),
     ],
 )  # fmt: skip
 def test_reservation(
@@ -119,67 +104,47 @@ def test_reservation(
     assert found == wanted
 
 
-@pytest.mark.parametrize("policy", ["constant_bytes", "fixed_width", "upstream"])
-@pytest.mark.parametrize(
-    ("which", "vllm_config"),
-    # Upstream's kpool op itself reads the scheduler of a config.
-    [("shared", None), ("shared", SimpleNamespace(compilation_config=None)), ("kpool", None)],
-)
-def test_without_scheduler_the_budget_stays(
-    which: str, policy: str, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("which", OPS)
+def test_a_dummy_step_outside_of_profiling_takes_nothing(
+    which: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert reserved_bytes(which, 1 << 20, vllm_config, monkeypatch, policy=policy) == MIB
+    """A running engine has no current configuration, and no memory that was not reserved."""
+    assert reserved_bytes(which, 1 << 20, None, monkeypatch, policy=policy) == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_scheduler_the_budget_stays(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the shared op; upstream's kpool op itself reads the scheduler of a configuration."""
+    found = reserved_bytes("shared", 1 << 20, SimpleNamespace(compilation_config=None), monkeypatch, policy=policy)
+    assert found == MIB
 
 
 def test_deep_select_of_the_shared_op_keeps_decode_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     found = reserved_bytes(
-        "shared", 8192, config(64, 96, 5), monkeypatch, policy="upstream", sm100=True, topk_backend="deep_select"
+        "shared", 8192, config(64, 96, 5), monkeypatch, sm100=True, budget_mb=16, topk_backend="deep_select"
     )
     assert found == 384 * 8704 * 2
 
 
-@pytest.mark.parametrize(
-    ("policy", "elements"),
-    [
-        # one chunk at full width is the budget of 6 MiB
-        ("constant_bytes", 2048 * 512),
-        # which upstream counts as 1.5 Mi elements
-        ("fixed_width", 6 * MIB // 4),
-        ("upstream", 6 * MIB // 4 + 2048 * 511 + 3 * 512),
-    ],
-)
-def test_deep_select_of_the_shared_op_reserves_the_copy_of_prefill(
-    policy: str, elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deep_select_of_the_shared_op_reserves_the_copy_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill copies BF16 logits to FP32 whatever the top-k of decode is: 2,048 rows of 512 columns."""
     found = reserved_bytes(
-        "shared", 512, config(1, 2048, None), monkeypatch,
-        policy=policy, sm100=True, budget_mb=6, topk_backend="deep_select",
-    )  # fmt: skip
-    assert found == elements * 6
+        "shared", 512, config(1, 2048, None), monkeypatch, sm100=True, budget_mb=6, topk_backend="deep_select"
+    )
+    assert found == 2048 * 512 * 6
 
 
 @pytest.mark.parametrize("which", OPS)
-@pytest.mark.parametrize(
-    ("policy", "wanted"),
-    [
-        # 256 sequences of 1 + 5 rows; 1,048,576 columns are 2,731 splits of 384, which are 2,049 steps of 512
-        ("upstream", 1536 * 1_049_088 * 6),
-        ("fixed_width", 1536 * 1_049_088 * 6),
-        # a tile of 85 such rows; a prefill launch takes 21 steps of 8,192 rows x 512 columns, 528,482,304
-        ("constant_bytes", 85 * 1_049_088 * 6),
-    ],
-)
-def test_the_deployment_of_pull_request_62860(
-    which: str, policy: str, wanted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """256 sequences, 1,048,576 tokens, 5 speculative tokens, SM100, 512 MiB."""
-    found = reserved_bytes(
-        which, 1_048_576, config(256, 8192, 5), monkeypatch, policy=policy, sm100=True, budget_mb=512
-    )
-    assert found == wanted == (535_034_880 if policy == "constant_bytes" else 9_668_395_008)
-    if policy == "constant_bytes":
-        assert 21 * 8192 * 512 * 6 < found <= 512 * MIB < 86 * 1_049_088 * 6
+def test_the_deployment_of_pull_request_62860(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 sequences, 1,048,576 tokens, 5 speculative tokens, SM100, 512 MiB.
+
+    1,048,576 columns are 2,731 splits of 384, which are 2,049 steps of 512. A tile has 85 such rows; a prefill launch
+    takes 21 steps of 8,192 rows x 512 columns, 528,482,304 bytes.
+    """
+    found = reserved_bytes(which, 1_048_576, config(256, 8192, 5), monkeypatch, sm100=True, budget_mb=512)
+    assert found == 85 * 1_049_088 * 6 == 535_034_880
+    assert 21 * 8192 * 512 * 6 < found <= 512 * MIB < 86 * 1_049_088 * 6
 
 
 @pytest.mark.parametrize(("world_size", "planned"), [(1, True), (2, False)])
@@ -191,15 +156,20 @@ def test_prefill_of_pcp_with_dcp_is_reserved_as_upstream_plans_it(
     assert found == (31 * 8448 * 4 if planned else (MIB // 4 + 96 * 255 + 3 * 8448) * 4)
 
 
-@pytest.mark.parametrize("which", OPS)
-@pytest.mark.parametrize("policy", ["constant_bytes", "fixed_width", "upstream"])
-def test_other_platforms_are_reserved_as_upstream_plans(
-    which: str, policy: str, monkeypatch: pytest.MonkeyPatch
+AS_UPSTREAM = [("fixed_width", True), ("upstream", True), *((policy, False) for policy in POLICIES)]
+
+
+@pytest.mark.parametrize(("policy", "cuda"), AS_UPSTREAM)
+@pytest.mark.parametrize("sm100", [False, True])
+def test_other_policies_and_platforms_reserve_as_upstream(
+    policy: str, cuda: bool, sm100: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the switch says: neither launches nor tiles are of the policy there."""
-    for sequences, wanted in ((8, 48 * 8448 * 4), (1, (MIB // 4 + 96 * 255 + 3 * 8448) * 4)):
-        found = reserved_bytes(which, 8193, config(sequences, 96, 5), monkeypatch, policy=policy, cuda=False)
-        assert found == wanted
+    """The budget in the shared op; in the kpool op the larger of it and FP32 rows that are not rounded."""
+    for sequences, rows in ((8, 48), (64, 96), (1, 6)):
+        given = {"policy": policy, "cuda": cuda, "sm100": sm100}
+        assert reserved_bytes("shared", 8193, config(sequences, 96, 5), monkeypatch, **given) == MIB
+        found = reserved_bytes("kpool", 8193, config(sequences, 96, 5), monkeypatch, **given)
+        assert found == max(MIB, rows * 8193 * 4)
 
 
 @pytest.mark.parametrize("ratio", [1, 4])

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 MIB, HEADS = 1 << 20, 32
-POLICIES = ("constant_bytes", "fixed_width", "upstream")
 
 
 def sizes() -> Any:
@@ -51,13 +49,13 @@ class Setting:
 def settings(count: int) -> Iterator[Setting]:
     rng, made = random.Random(4), 0
     while made < count:
-        policy = rng.choice(POLICIES)
+        policy = "constant_bytes"
         budget, columns, sm100 = rng.choice([4, 7, 64, 512]) * MIB, int(2 ** rng.uniform(4, 20)), rng.random() < 0.5
         vllm_config = config(int(2 ** rng.uniform(0, 9)), int(2 ** rng.uniform(0, 14)), rng.choice([None, 1, 3, 5]))
-        planned = rng.random() < 0.9
+        planned = rng.random() < 0.7
         try:
             found = sizes().reserved_logits_bytes(
-                policy, budget, columns, HEADS, vllm_config, sm100=sm100, planned=planned
+                policy, budget, budget, columns, HEADS, vllm_config, sm100=sm100, planned=planned
             )
         except ValueError:
             continue
@@ -86,14 +84,14 @@ def plan(setting: Setting, rows: list[int], keys: list[int]) -> Iterator[tuple[i
 
 def test_reservation_holds_every_prefill_launch() -> None:
     """Of requests that together are one batch."""
-    rng, nearest = random.Random(5), dict.fromkeys(POLICIES, 0.0)
+    rng, nearest = random.Random(5), dict.fromkeys((True, False), 0.0)
     for setting in settings(600):
         count, step = min(setting.batched, rng.choice([1, 1, 2, 4])), 512 if setting.sm100 else 256
         keys = [rng.choice([setting.columns, rng.randint(1, setting.columns), 1]) for _ in range(count)]
         for rows, columns in plan(setting, [setting.batched // count] * count, keys):
             taken = -(-rows // 4) * 4 * (-(-columns // step) * step) * (6 if setting.sm100 else 4)
             assert taken <= setting.found, setting
-            nearest[setting.policy] = max(nearest[setting.policy], taken / setting.found)
+            nearest[setting.planned] = max(nearest[setting.planned], taken / setting.found)
     assert min(nearest.values()) > 0.9, nearest
 
 
@@ -114,20 +112,10 @@ def test_reservation_holds_every_decode_tile() -> None:
     assert tiled > 20
 
 
-def test_reservation_of_constant_bytes_is_within_the_budget() -> None:
-    """On SM100, too, with the FP32 copy; upstream's sizes exceed it."""
+def test_a_planned_reservation_is_within_the_budget() -> None:
+    """On SM100, too, with the FP32 copy; upstream's plan exceeds it."""
     exceeded = 0
     for setting in settings(600):
-        if setting.policy == "constant_bytes" and setting.planned:
-            assert setting.found <= setting.budget, setting
+        assert setting.found <= setting.budget or not setting.planned, setting
         exceeded += setting.found > setting.budget
     assert exceeded > 100
-
-
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="upstream_prefill_elements forgets a row above the budget"
-)
-def test_upstreams_single_row_above_the_budget_is_reserved() -> None:
-    """Upstream scores at least one row: 4 of 1,048,576 FP32 columns, as DeepGEMM rounds it, at a budget of 1 MiB."""
-    found = sizes().reserved_logits_bytes("upstream", MIB, 1_048_576, HEADS, config(1, 16, None), sm100=False)
-    assert found >= 4 * 1_048_576 * 4

@@ -68,3 +68,8 @@ def test_the_bound_is_near_the_budget_of_a_deployment(heads: int, sm100: bool) -
     """8,192 rows and 1,048,576 columns: rounding adds at most 255 or 511 columns of each row, and 3 whole rows."""
     found = bound(512 * MIB, 8192, 1_048_576, heads, sm100)
     assert 1 < found * 4 / (512 * MIB) < (1.06 if sm100 else 1.04)
+
+
+def test_one_row_above_the_budget_is_within_the_bound() -> None:
+    """Upstream scores at least one row: 4 of 1,048,576 FP32 columns, as DeepGEMM rounds it, at a budget of 1 MiB."""
+    assert bound(MIB, 16, 1_048_576, 32, sm100=False) >= 4 * 1_048_576

@@ -225,12 +225,12 @@ def upstream_prefill_elements(budget: int, rows: int, columns: int, heads: int, 
     """Bound on the logits of one launch of upstream's own plan, which does not count what DeepGEMM rounds up.
 
     ``rows * columns`` stays within the budget's FP32 elements; rounding adds less than one step of columns to
-    each of at most ``rows`` rows, and less than one step of rows at full width.
+    each of at most ``rows`` rows, and less than one step of rows at full width. One row is always scored.
     """
     row_step = prefill_row_step(heads)
     column_step = max(layout.column_step, layout.prefill_block) + layout.prefill_more
     more = round_up(rows, row_step) * (column_step - 1) + (row_step - 1) * layout.prefill_stride(columns)
-    return budget // FP32_BYTES + more
+    return max(budget // FP32_BYTES + more, row_step * layout.prefill_stride(columns))
 
 
 def decode_logits_bytes(rows: int, columns: int, layout: LogitsLayout) -> int:
