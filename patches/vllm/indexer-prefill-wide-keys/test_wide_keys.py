@@ -151,17 +151,21 @@ def test_without_a_launch_size_the_plan_is_upstreams() -> None:
     assert found is said
 
 
-@pytest.mark.parametrize(("cuda", "wanted"), [(True, 256 * 131072 * 4), (False, 256 * 131072 * 4)])
+@pytest.mark.parametrize(
+    ("sequences", "cuda", "wanted"),
+    [
+        # a decode step of 256 rows, and a prefill of whole chunks of 3,072 rows x 256 columns
+        (256, True, 256 * 131072 * 4),
+        (1, True, 21 * 3072 * 256 * 4),
+        # as upstream
+        (256, False, 64 * MIB),
+    ],
+)
 def test_reservation_holds_a_decode_step_which_is_not_tiled(
-    cuda: bool, wanted: int, monkeypatch: pytest.MonkeyPatch
+    sequences: int, cuda: bool, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys_module = importlib.import_module("vllm.model_executor.layers.sparse_indexer_prefill_keys")
     monkeypatch.setattr(keys_module, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
-    scheduler = SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=3072)
+    scheduler = SimpleNamespace(max_num_seqs=sequences, max_num_batched_tokens=3072)
     config = SimpleNamespace(scheduler_config=scheduler, speculative_config=None)
     assert keys_module.reserved_bytes(64 * MIB, 131072, HEADS, config, 1, 1) == wanted
-    few = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=1, max_num_batched_tokens=3072), speculative_config=None
-    )
-    held = keys_module.reserved_bytes(64 * MIB, 131072, HEADS, few, 1, 1)
-    assert held <= 64 * MIB if cuda else held > 64 * MIB
