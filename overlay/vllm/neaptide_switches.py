@@ -90,7 +90,8 @@ def current_values() -> dict[str, str]:
         try:
             values[name] = repr(getattr(envs, name))
         except ValueError as error:
-            values[name] = f"{WRONG}{error}"
+            text = str(error)
+            values[name] = WRONG + (text if name in text else f"{name}: {text}")
     return values
 
 

@@ -25,6 +25,8 @@ VLLM = {
     "v1/attention/test_sparse_mla_kv_cache_layout.py": 18,
     "v1/worker/test_workspace.py": 11,
     "v1/worker/test_gpu_worker.py": 17,
+    "test_envs.py": 60,
+    "config/test_config_utils.py": 28,
 }
 B12X = {
     "current": {"test_packaging.py": 1, "test_registry.py": 8},

@@ -159,6 +159,11 @@ def test_values_of_this_process_have_the_budget_and_errors_as_text(monkeypatch: 
     assert "garbage" in found[POLICY]
 
 
+def test_an_error_of_upstreams_own_gets_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    envs(monkeypatch, {BUDGET: "many"})
+    assert switches().current_values()[BUDGET].startswith(f"error: {BUDGET}: ")
+
+
 def test_equal_values_agree() -> None:
     assert switches().disagreement([{"a": "1", "b": "2"}]) is None
     assert switches().disagreement([{"a": "1", "b": "2"}] * 3) is None
