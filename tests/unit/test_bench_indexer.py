@@ -50,10 +50,18 @@ def test_an_unknown_case_names_the_known_ones() -> None:
 
 
 def test_ladders_are_compared_with_upstream() -> None:
-    rows = [ladder("upstream", 100, 2.0, [1, 2, 3]), ladder("constant_bytes", 101, 1.0, [1, 9, 9])]
+    """Bytes and launches with the pristine vLLM, time with policy ``upstream`` of the same process."""
+    rows = [
+        ladder("upstream", 100, 2.0, [1, 2, 3]), ladder("constant_bytes", 101, 1.0, [1, 9, 9]),
+        ladder("policy upstream", 100, 4.0, [1, 2, 3]),
+    ]  # fmt: skip
+    compare_ladders(rows[:2])
+    assert rows[1]["time_ratio"] == 0.5
+    for row, hashes in zip(rows, ([1, 2, 3], [1, 9, 9], [1, 2, 3]), strict=True):
+        row["hashes"] = hashes
     compare_ladders(rows)
     assert ladder_line(rows[0])[2:] == ["100 / 1.000", "1 / 2", "3", "4", "1.000", "0"]
-    assert ladder_line(rows[1])[2:] == ["101 / 1.010", "1 / 2", "3", "4", "0.500", "2"]
+    assert ladder_line(rows[1])[2:] == ["101 / 1.010", "1 / 2", "3", "4", "0.250", "2"]
     assert all("hashes" not in row for row in rows)
 
 
@@ -83,7 +91,9 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "import json, os, sys\n"
         "cases = json.load(open(sys.argv[1]))['cases']\n"
         f"seen = {{n: os.environ.get(n) for n in {SWITCHES!r}}}\n"
-        "rows = [{'case': c['name'], 'outcome': 'done', 'seen': seen} for c in cases if c['name'] != 'lost']\n"
+        "policies = json.load(open(sys.argv[1]))['policies']\n"
+        "rows = [{'case': c['name'], 'outcome': 'done', 'seen': seen, 'policy': p}\n"
+        "        for c in cases if c['name'] != 'lost' for p in policies]\n"
         "json.dump({'rows': rows, 'device': 'none', 'versions': {}}, open(sys.argv[2], 'w'))\n"
         "sys.exit('it ended early')\n"
     )
@@ -93,25 +103,22 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_child_gets_its_policy_alone_and_a_lost_case_is_a_failure(stand_in: Path) -> None:
+def test_a_child_inherits_no_switch_and_a_lost_case_is_a_failure(stand_in: Path) -> None:
     cases = [Decode("one", 1, 1), Decode("lost", 1, 1)]
-    python = Path(sys.executable)
-    found = run_child(python, stand_in, Variant("patched", {}), "fixed_width", cases, 60)
+    found = run_child(Path(sys.executable), stand_in, Variant("patched", {}), [None], cases, 60)
     assert [row["outcome"] for row in found["rows"]] == ["done", "failed"]
-    assert found["rows"][0]["seen"] == dict(zip(SWITCHES, ["fixed_width", None], strict=True))
+    assert found["rows"][0]["seen"] == dict.fromkeys(SWITCHES)
     assert "it ended early" in found["rows"][1]["error"]
-    again = run_child(python, stand_in, Variant("patched", {}), None, cases[:1], 60)
-    assert again["rows"][0]["seen"] == dict.fromkeys(SWITCHES)
 
 
 def test_ladders_run_once_for_each_policy_and_decode_steps_once(stand_in: Path) -> None:
     cases = [CASES["8192-to-98304"], CASES["decode-6-of-131072"]]
     plain = Variant("any", {})
     result = measure(Path(sys.executable), stand_in, plain, plain, cases, 60, Progress())
+    variants = ("upstream", "policy upstream", "constant_bytes", "fixed_width")
     assert [(r["case"], r["variant"]) for r in result["rows"]] == [
-        *(("8192-to-98304", variant) for variant in ("upstream", "constant_bytes", "fixed_width")),
-        ("decode-6-of-131072", "tiled"),
-    ]
+        *(("8192-to-98304", variant) for variant in variants), ("decode-6-of-131072", "tiled"),
+    ]  # fmt: skip
     assert json.loads(json.dumps(result)) == result
 
 

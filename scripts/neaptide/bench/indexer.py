@@ -19,7 +19,8 @@ from neaptide.output import Progress
 CHILD = Path(__file__).with_name("indexer_child.py")
 POLICY = "VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY"
 SWITCHES = (POLICY, "VLLM_SPARSE_INDEXER_FIXED_LOGITS_WIDTH")
-CONSTANT_BYTES, FIXED_WIDTH = "constant_bytes", "fixed_width"
+PATCHED_UPSTREAM = "policy upstream"
+POLICIES = (UPSTREAM, "constant_bytes", "fixed_width")
 MIB = 1 << 20
 Row = dict[str, Any]
 
@@ -36,7 +37,12 @@ def choose_cases(names: Sequence[str]) -> list[Ladder | Decode]:
 
 
 def run_child(
-    python: Path, package: Path, variant: Variant, policy: str | None, cases: Sequence[Ladder | Decode], timeout: int
+    python: Path,
+    package: Path,
+    variant: Variant,
+    policies: Sequence[str | None],
+    cases: Sequence[Ladder | Decode],
+    timeout: int,
 ) -> dict[str, Any]:
     """Rows of all cases from one child process; what it had written when it failed, and why."""
     with tempfile.TemporaryDirectory(prefix="neaptide-bench-") as name:
@@ -48,10 +54,8 @@ def run_child(
         env = {k: v for k, v in os.environ.items() if k not in SWITCHES} | {
             "PYTHONPATH": os.pathsep.join(filter(None, path))
         }
-        if policy is not None:
-            env[POLICY] = policy
         spec, result = folder / "spec.json", folder / "result.json"
-        spec.write_text(json.dumps({"cases": [c.as_dict() for c in cases]}))
+        spec.write_text(json.dumps({"cases": [c.as_dict() for c in cases], "policies": list(policies)}))
         command = [str(python), str(CHILD), str(spec), str(result)]
         try:
             done = subprocess.run(
@@ -75,19 +79,19 @@ def measure(
     timeout: int,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Ladders of upstream and of both policies, each in a process of its own; decode steps in one."""
+    """Ladders of upstream in one process and of all policies in another, in turns; decode steps in a third."""
     ladders = [c for c in cases if isinstance(c, Ladder)]
     decodes = [c for c in cases if isinstance(c, Decode)]
-    runs: list[tuple[str, Variant, str | None, Sequence[Ladder | Decode]]] = [
-        (UPSTREAM, upstream, None, ladders), (CONSTANT_BYTES, patched, CONSTANT_BYTES, ladders),
-        (FIXED_WIDTH, patched, FIXED_WIDTH, ladders), ("tiled", patched, None, decodes),
+    runs: list[tuple[Variant, Sequence[str | None], Sequence[Ladder | Decode]]] = [
+        (upstream, [None], ladders), (patched, POLICIES, ladders), (patched, [None], decodes),
     ]  # fmt: skip
     result: dict[str, Any] = {"rows": [], "versions": {}, "device": ""}
-    for name, variant, policy, chosen in runs:
+    for variant, policies, chosen in runs:
         if not chosen:
             continue
-        found = run_child(python, package, variant, policy, chosen, timeout)
+        found = run_child(python, package, variant, policies, chosen, timeout)
         for row in found["rows"]:
+            name = variant_name(row, policies, decode=chosen is decodes)
             result["rows"].append({"variant": name, **row})
             progress.note(f"{row['case']} {name}: {row['outcome']} {row.get('error', '')}".rstrip())
         result |= {key: found[key] for key in ("versions", "device") if key in found}
@@ -95,14 +99,29 @@ def measure(
     return result
 
 
+def variant_name(row: Mapping[str, Any], policies: Sequence[str | None], *, decode: bool) -> str:
+    """What a row is of: ``upstream``, a policy of the patched vLLM, or its tiled decode."""
+    if decode:
+        return "tiled"
+    if list(policies) == [None]:
+        return UPSTREAM
+    policy = row.get("policy")
+    return PATCHED_UPSTREAM if policy in (None, UPSTREAM) else str(policy)
+
+
 def compare_ladders(rows: Sequence[Row]) -> None:
-    """Put every ladder beside upstream's: launches, time, and rows whose set of indices is another."""
-    base = {r["case"]: r for r in rows if r["variant"] == UPSTREAM and r["outcome"] == "done"}
+    """Put every ladder beside upstream's: launches, time, and rows whose set of indices is another.
+
+    A policy's time is compared with that of policy ``upstream`` in its own process, where they ran in turns.
+    """
+    done = [r for r in rows if r["outcome"] == "done"]
+    base, same = ({r["case"]: r for r in done if r["variant"] == name} for name in (UPSTREAM, PATCHED_UPSTREAM))
     for row in rows:
         mine, other = row.get("hashes"), base.get(row["case"], {})
         if mine is not None and "hashes" in other:
+            timed = other if row["variant"] == UPSTREAM else same.get(row["case"], other)
             row["launch_ratio"] = row["launches"] / other["launches"]
-            row["time_ratio"] = row["seconds"] / other["seconds"]
+            row["time_ratio"] = row["seconds"] / timed["seconds"]
             row["rows_of_other_sets"] = sum(a != b for a, b in zip(mine, other["hashes"], strict=True))
     for row in rows:
         row.pop("hashes", None)

@@ -29,11 +29,12 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Decode:
-    """One decode step of ``rows`` sequences, half to all of ``columns`` long."""
+    """One decode step of ``rows`` sequences, half to all of ``columns`` long, ``next_n`` query rows of each."""
 
     name: str
     rows: int
     columns: int
+    next_n: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         return {"kind": "decode", **asdict(self)}
@@ -46,9 +47,9 @@ LADDERS = (
     Ladder("3072-to-522240", 3072, 522240),
     Ladder("kpool4-4608-to-225792", 4608, 225792, kpool=4),
 )
-DECODES = tuple(
-    Decode(f"decode-{rows}-of-{columns}", rows, columns)
-    for columns in (131072, 1048576)
-    for rows in (6, 48, 64, 256, 786)
+_SHAPES = [(rows, columns) for columns in (131072, 1048576) for rows in (6, 48, 64, 256, 786)]
+DECODES = (
+    *(Decode(f"decode-{rows}-of-{columns}", rows, columns) for rows, columns in _SHAPES),
+    *(Decode(f"decode-128x{next_n}-of-1048576", 128, 1048576, next_n) for next_n in (2, 4)),
 )
 CASES: dict[str, Ladder | Decode] = {**{c.name: c for c in LADDERS}, **{c.name: c for c in DECODES}}

@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +21,11 @@ POLICY = "VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY"
 SHARED = ("vllm.model_executor.layers.sparse_attn_indexer", "sparse_attn_indexer")
 KPOOL = ("vllm.models.glm5next.nvidia.sparse_indexer", "sparse_attn_indexer_kpool")
 TIMED = 7
-REPEATS = 3
+REPEATS = 5
+LAUNCHES = [0]
 
 
-def config(batched: int, seqs: int, columns: int) -> Any:
+def config(batched: int, seqs: int, columns: int, next_n: int) -> Any:
     """As much of a ``VllmConfig`` as the indexer's builder reads."""
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=batched, max_num_seqs=seqs),
@@ -36,19 +38,23 @@ def config(batched: int, seqs: int, columns: int) -> Any:
             sparse_mla_prefill_workspace_factor=1, resolve_indexer_kv_dtype=lambda default: default
         ),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
-        speculative_config=None,
-        num_speculative_tokens=0,
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=next_n - 1, enable_adaptive_verification=False
+        ) if next_n > 1 else None,
+        num_speculative_tokens=next_n - 1,
     )  # fmt: skip
 
 
 class Indexer:
     """One indexer: builder, paged cache of random keys, and the op, called as a layer calls it."""
 
-    def __init__(self, batched: int, seqs: int, columns: int, kpool: int) -> None:
+    def __init__(self, batched: int, seqs: int, columns: int, kpool: int, next_n: int = 1) -> None:
         import torch
         from vllm.v1.attention.backends.mla import indexer
         from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+        # Every policy gets the same keys and queries.
+        torch.manual_seed(0)
         self.torch, self.columns, self.kpool = torch, columns, kpool
         self.device = torch.device("cuda", 0)
         spec = MLAAttentionSpec(
@@ -56,14 +62,13 @@ class Indexer:
         )
         self.pages = -(-columns // (PAGE * kpool))
         self.builder = indexer.DeepseekV32IndexerMetadataBuilder(
-            spec, ["k"], config(batched, seqs, columns), self.device, block_table_width=self.pages
+            spec, ["k"], config(batched, seqs, columns, next_n), self.device, block_table_width=self.pages
         )
         self.workspace_rows = self.builder.max_prefill_buffer_size
         name, function = KPOOL if kpool > 1 else SHARED
         self.module: Any = importlib.import_module(name)
         self.op = getattr(self.module, function)
         self.context = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=0)
-        vars(self.module)["get_forward_context"] = lambda: self.context
         self.cache = self._random_cache()
         self.queries = torch.randn(batched, HEADS, DIM, device=self.device).to(torch.float8_e4m3fn)
         self.weights = torch.rand(batched, HEADS, device=self.device)
@@ -107,6 +112,7 @@ class Indexer:
 
     def score(self, metadata: Any, rows: int, positions: Any = None) -> Any:
         """One layer's call; returns its rows of the top-k buffer."""
+        vars(self.module)["get_forward_context"] = lambda: self.context
         self.context.attn_metadata = {"k": metadata}
         width = {"max_pool_len": self.columns // self.kpool} if self.kpool > 1 else {"max_model_len": self.columns}
         more = {
@@ -123,6 +129,27 @@ class Indexer:
         return self.buffer[:rows]
 
 
+def choose(policy: str | None) -> None:
+    """Set the policy of what is built and run from here on."""
+    os.environ.pop(POLICY, None)
+    if policy is not None:
+        os.environ[POLICY] = policy
+
+
+def count_launches(module: Any) -> None:
+    """Count the calls of a module's prefill scorer in :data:`LAUNCHES`, once for each module."""
+    original = module.fp8_fp4_mqa_logits
+    if getattr(original, "counted", False):
+        return
+
+    def counted(*args: Any) -> Any:
+        LAUNCHES[0] += 1
+        return original(*args)
+
+    counted.counted = True  # type: ignore[attr-defined]
+    module.fp8_fp4_mqa_logits = counted
+
+
 def row_hashes(torch: Any, topk: Any) -> list[int]:
     """A hash of each row's set of indices, whatever their order."""
     mixed = (topk.long() + 2) * 0x9E3779B1
@@ -137,27 +164,16 @@ def memory(torch: Any) -> tuple[int, int]:
 
 
 class Ladder:
-    """A prompt that is prefilled chunk by chunk, twice: once for the memory, once for the time."""
+    """A prompt that is prefilled chunk by chunk under one policy; None for a vLLM that has none."""
 
-    def __init__(self, case: dict[str, Any]) -> None:
+    def __init__(self, case: dict[str, Any], policy: str | None) -> None:
         import torch
 
-        self.torch, self.case = torch, case
+        self.torch, self.case, self.policy = torch, case, policy
+        choose(policy)
         self.indexer = Indexer(case["chunk"], 8, case["total"], case["kpool"])
         self.table = torch.arange(self.indexer.pages, dtype=torch.int32, device=self.indexer.device)[None]
-        self.launches = 0
-        self._count()
-
-    def _count(self) -> None:
-        module = self.indexer.module
-        original = getattr(module.fp8_fp4_mqa_logits, "original", module.fp8_fp4_mqa_logits)
-
-        def counted(*args: Any) -> Any:
-            self.launches += 1
-            return original(*args)
-
-        counted.original = original  # type: ignore[attr-defined]
-        module.fp8_fp4_mqa_logits = counted
+        count_launches(self.indexer.module)
 
     def chunk(self, end: int) -> Any:
         rows = self.case["chunk"]
@@ -170,6 +186,7 @@ class Ladder:
     def climb(self) -> tuple[float, list[tuple[int, int]], Any]:
         """Seconds, (reserved bytes, cudaMallocs) after each chunk, and the last chunk's indices."""
         seen, out = [], None
+        choose(self.policy)
         self.torch.cuda.synchronize()
         begun = time.perf_counter()
         for end in range(self.case["chunk"], self.case["total"] + 1, self.case["chunk"]):
@@ -178,26 +195,33 @@ class Ladder:
         self.torch.cuda.synchronize()
         return time.perf_counter() - begun, seen, out
 
-    def run(self) -> dict[str, Any]:
+    def memory(self) -> dict[str, Any]:
+        """Bytes and launches of a climb that begins with an empty cache."""
         torch = self.torch
         # Kernels are compiled and small pools filled by the first chunk; its blocks go back to the driver.
+        choose(self.policy)
         self.chunk(self.case["chunk"])
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before, mallocs = memory(torch)
-        allocated = torch.cuda.memory_allocated()
-        self.launches = 0
+        allocated, launches = torch.cuda.memory_allocated(), LAUNCHES[0]
         _, seen, out = self.climb()
-        launches, peak = self.launches, torch.cuda.max_memory_allocated() - allocated
-        hashes = row_hashes(torch, out)
-        seconds = min(self.climb()[0] for _ in range(REPEATS))
         return {
-            "launches": launches, "growth_first_chunk_bytes": seen[0][0] - before,
+            "policy": self.policy, "launches": LAUNCHES[0] - launches,
+            "growth_first_chunk_bytes": seen[0][0] - before,
             "growth_after_first_chunk_bytes": seen[-1][0] - seen[0][0], "cuda_mallocs": seen[-1][1] - mallocs,
-            "peak_bytes": peak, "seconds": seconds, "hashes": hashes,
+            "peak_bytes": torch.cuda.max_memory_allocated() - allocated, "hashes": row_hashes(torch, out),
             "reserved_bytes": [reserved - before for reserved, _ in seen],
         }  # fmt: skip
+
+
+def run_ladder(case: dict[str, Any], policies: list[str | None]) -> list[dict[str, Any]]:
+    """A ladder under each policy: its memory, then its time, the policies in turns."""
+    ladders = [Ladder(case, policy) for policy in policies]
+    rows = [ladder.memory() for ladder in ladders]
+    times = [[ladder.climb()[0] for ladder in ladders] for _ in range(REPEATS)]
+    return [{**row, "seconds": min(taken)} for row, taken in zip(rows, zip(*times, strict=True), strict=True)]
 
 
 class DecodeStep:
@@ -206,18 +230,16 @@ class DecodeStep:
     def __init__(self, case: dict[str, Any]) -> None:
         import torch
 
-        self.torch, self.rows, self.columns = torch, case["rows"], case["columns"]
-        self.indexer = Indexer(max(self.rows, 1024), self.rows, self.columns, 1)
-        shape = (self.rows, self.indexer.pages)
+        seqs, next_n, self.torch, self.columns = case["rows"], case["next_n"], torch, case["columns"]
+        self.rows = seqs * next_n
+        self.indexer = Indexer(max(self.rows, 1024), seqs, self.columns, 1, next_n)
+        shape = (seqs, self.indexer.pages)
         table = torch.randint(self.indexer.pages, shape, dtype=torch.int32, device=self.indexer.device)
-        lens = torch.randint(self.columns // 2, self.columns + 1, (self.rows,)).tolist()
-        self.metadata = self.indexer.metadata([1] * self.rows, lens, table)
-        self.lens = torch.tensor(lens, device=self.indexer.device)
+        lens = torch.randint(self.columns // 2, self.columns + 1, (seqs,)).tolist()
+        self.metadata = self.indexer.metadata([next_n] * seqs, lens, table)
+        self.lens = self.metadata.decode.seq_lens.reshape(-1)
         self.original = self.indexer.module.fp8_fp4_paged_mqa_logits
         self.original = getattr(self.original, "original", self.original)
-
-    def policy(self, name: str) -> None:
-        os.environ[POLICY] = name
 
     def step(self) -> Any:
         return self.indexer.score(self.metadata, self.rows)
@@ -260,7 +282,7 @@ class DecodeStep:
     def compare(self) -> dict[str, Any]:
         """Scores and sets, tiled against untiled."""
         torch, kept, unequal, tiles = self.torch, [], 0, 0
-        self.policy("upstream")
+        choose("upstream")
         untiled = self.untiled = self.watched(lambda start, logits: kept.append(logits))
         reference = self.reference = kept[0]
         inside = torch.arange(self.columns, device=self.lens.device)
@@ -272,7 +294,7 @@ class DecodeStep:
                 valid = inside[: int(self.lens[start + row])]
                 unequal += not torch.equal(logits[row, valid], reference[start + row, valid])
 
-        self.policy("constant_bytes")
+        choose("constant_bytes")
         tiled = self.watched(see)
         pairs = zip(row_hashes(torch, untiled), row_hashes(torch, tiled), strict=True)
         other = [row for row, (a, b) in enumerate(pairs) if a != b]
@@ -310,7 +332,7 @@ class DecodeStep:
     def run(self) -> dict[str, Any]:
         out: dict[str, Any] = self.compare()
         for name, policy in (("untiled", "upstream"), ("tiled", "constant_bytes")):
-            self.policy(policy)
+            choose(policy)
             self.step()
             out[f"{name}_peak_bytes"] = self.peak()
             out[f"{name}_seconds"] = self.seconds()
@@ -336,18 +358,14 @@ def main(spec_path: str, result_path: str) -> int:
     import torch
     from vllm.v1.worker.workspace import init_workspace_manager
 
-    torch.manual_seed(0)
     init_workspace_manager(torch.device("cuda", 0))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in spec["cases"]:
         torch.cuda.empty_cache()
         try:
-            made = (Ladder if case["kind"] == "prefill" else DecodeStep)(case)
-            rows.append({"case": case["name"], "outcome": "done", **made.run()})
-            del made
+            found = run_ladder(case, spec["policies"]) if case["kind"] == "prefill" else [DecodeStep(case).run()]
+            rows += [{"case": case["name"], "outcome": "done", **row} for row in found]
         except Exception as error:
-            import traceback
-
             where = traceback.format_exc()[-1500:]
             rows.append({"case": case["name"], "outcome": "failed", "error": str(error)[:500], "where": where})
         with open(result_path, "w") as handle:
