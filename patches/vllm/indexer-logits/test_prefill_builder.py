@@ -118,6 +118,18 @@ def test_upstream_policy_keeps_the_builders_own_plan(monkeypatch: pytest.MonkeyP
     assert plan(made, [4000] * 8, [1000] * 8, 2) == [(slice(2, 7), slice(0, 5000)), (slice(7, 10), slice(0, 3000))]
 
 
+def test_fixed_width_leaves_decode_context_parallelism_at_upstreams_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vllm-project/vllm#58068 does; the width of a chunk is the global one there, too."""
+    policy(monkeypatch, "fixed_width")
+    assert builder(monkeypatch, dcp_world_size=2).prefill_launch is None
+    assert builder(monkeypatch).prefill_launch is not None
+    assert prefill().chunk_columns(4000, 2, 1) == 4000
+    policy(monkeypatch, "constant_bytes")
+    monkeypatch.setattr(prefill(), "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    assert prefill().chunk_columns(4000, 2, 1) == 2000
+    assert prefill().chunk_columns(4000, 1, 1) == 4000
+
+
 @pytest.mark.parametrize("name", ["constant_bytes", "fixed_width", "upstream"])
 def test_the_policy_of_other_platforms_is_upstreams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy(monkeypatch, name)
@@ -143,7 +155,11 @@ def test_builders_that_are_not_covered_keep_their_plan(kept: str, monkeypatch: p
         assert plan(made, [100], [3]) == own
 
 
-def test_a_subclass_that_only_widens_lengths_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subclass_that_widens_lengths_keeps_upstreams_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sparse logits of DeepSeek V4.1 are wider than the context; another name alone changes nothing."""
     policy(monkeypatch, "constant_bytes")
     base = indexer().DeepseekV32IndexerMetadataBuilder
-    assert builder(monkeypatch, type("Wide", (base,), {})).prefill_launch is not None
+    monkeypatch.setattr(prefill(), "logger", SimpleNamespace(warning_once=lambda text, *args: None))
+    wide = type("Wide", (base,), {"_prefill_split_seq_lens": lambda self, lens: lens.clamp(min=4096)})
+    assert builder(monkeypatch, wide).prefill_launch is None
+    assert builder(monkeypatch, type("Renamed", (base,), {})).prefill_launch is not None

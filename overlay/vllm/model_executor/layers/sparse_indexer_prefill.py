@@ -24,7 +24,7 @@ from vllm.model_executor.layers.sparse_indexer_logits import (
     prefill_launch,
 )
 from vllm.model_executor.layers.sparse_indexer_plan import Chunk, plan_chunks
-from vllm.neaptide_switches import CONSTANT_BYTES, UPSTREAM
+from vllm.neaptide_switches import CONSTANT_BYTES, FIXED_WIDTH, UPSTREAM
 from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
 
@@ -53,7 +53,8 @@ def builder_launch(builder: Any) -> PrefillLaunch | None:
             type(builder).__name__,
         )
         return None
-    if policy == UPSTREAM:
+    # vllm-project/vllm#58068 leaves decode context parallelism at upstream's sizes.
+    if policy == UPSTREAM or (policy == FIXED_WIDTH and builder.dcp_world_size > 1):
         return None
     config = builder.vllm_config
     columns = config.model_config.max_model_len // builder.compress_ratio
