@@ -11,7 +11,7 @@ apply: .venv/ready
 	$(BIN)/neaptide apply
 
 test: .venv/ready-test
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: .venv/ready-lint
 	$(BIN)/ruff check .
