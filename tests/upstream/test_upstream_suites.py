@@ -51,7 +51,8 @@ def outcomes(tree: Path, files: list[str], report: Path) -> Outcomes:
 
 def passed_in(found: Outcomes, file: str) -> int:
     dotted = file.removesuffix(".py").replace("/", ".")
-    return sum(outcome == "passed" and f"{dotted}::" in name for name, outcome in found.items())
+    inside = (f"{dotted}::", f"{dotted}.")
+    return sum(outcome == "passed" and any(i in name for i in inside) for name, outcome in found.items())
 
 
 def compare(pristine: Outcomes, patched: Outcomes, expected: set[str]) -> list[str]:
