@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,3 +159,26 @@ def test_an_engine_that_ran_out_of_memory_is_known(
     cuda = SimpleNamespace(is_available=lambda: True, memory_stats=lambda: {"num_ooms": ooms})
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     assert child.ran_out_of_memory(RuntimeError(text)) is wanted
+
+
+def test_an_error_is_placed_without_source_text_or_machine_paths() -> None:
+    """Neither upstream's lines nor a machine's folders may reach a result that is kept."""
+    from neaptide.bench import child
+
+    def fails() -> None:
+        raise ValueError("a line of the source")
+
+    try:
+        fails()
+    except ValueError as error:
+        frames = child.frames_of(error)
+    assert [re.sub(r":\d+ ", " ", f) for f in frames] == [
+        "test_bench.py test_an_error_is_placed_without_source_text_or_machine_paths", "test_bench.py fails",
+    ]  # fmt: skip
+    said = "failed at /opt/venv/lib/python3.12/site-packages/torch/csrc/ops.h, line 9; see /tmp/vllm/a.py: 1.5/2.5 GiB"
+    assert child.without_machine_paths(said) == "failed at torch/csrc/ops.h, line 9; see vllm/a.py: 1.5/2.5 GiB"
+
+
+def test_no_kept_result_names_a_machines_folder() -> None:
+    for path in (ROOT / "tests/bench/results").glob("*.json"):
+        assert not re.search(r"/(tmp|opt|work|home|root|usr)/", path.read_text()), path.name

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neaptide.bench.engine import Variant
+from neaptide.bench.engine import Bench, Variant
 from neaptide.bench.indexer import (
     SWITCHES,
     choose_cases,
@@ -103,9 +103,13 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def bench(scratch: Path) -> Bench:
+    return Bench(python=Path(sys.executable), package=scratch, scratch=scratch, progress=Progress())
+
+
 def test_a_child_inherits_no_switch_and_a_lost_case_is_a_failure(stand_in: Path) -> None:
     cases = [Decode("one", 1, 1), Decode("lost", 1, 1)]
-    found = run_child(Path(sys.executable), stand_in, Variant("patched", {}), [None], cases, 60)
+    found = run_child(bench(stand_in), Variant("patched", {}), [None], cases)
     assert [row["outcome"] for row in found["rows"]] == ["done", "failed"]
     assert found["rows"][0]["seen"] == dict.fromkeys(SWITCHES)
     assert "it ended early" in found["rows"][1]["error"]
@@ -114,7 +118,7 @@ def test_a_child_inherits_no_switch_and_a_lost_case_is_a_failure(stand_in: Path)
 def test_ladders_run_once_for_each_policy_and_decode_steps_once(stand_in: Path) -> None:
     cases = [CASES["8192-to-98304"], CASES["decode-6-of-131072"]]
     plain = Variant("any", {})
-    result = measure(Path(sys.executable), stand_in, plain, plain, cases, 60, Progress())
+    result = measure(bench(stand_in), plain, plain, cases)
     variants = ("upstream", "policy upstream", "constant_bytes", "fixed_width")
     assert [(r["case"], r["variant"]) for r in result["rows"]] == [
         *(("8192-to-98304", variant) for variant in variants), ("decode-6-of-131072", "tiled"),

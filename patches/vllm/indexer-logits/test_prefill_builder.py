@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 MIB = 1 << 20
 Chunk = tuple[slice, slice]
+
+LAUNCH = "vllm.model_executor.layers.sparse_indexer_launch"
 
 
 def prefill() -> Any:
@@ -36,7 +39,7 @@ def builder(
     settings = {"dcp_world_size": 1, "use_pcp": False, "compress_ratio": 1, "compressed_cp_interleave_size": 16}
     for name, value in (settings | changes).items():
         setattr(made, name, value)
-    monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
+    monkeypatch.setattr(importlib.import_module("vllm.platforms").current_platform, "is_cuda", lambda: cuda)
     monkeypatch.setattr(module, "mqa_logits_use_mx_scales", lambda: sm100)
     made.prefill_launch = module.builder_launch(made)
     return made
@@ -52,8 +55,8 @@ def policy(monkeypatch: pytest.MonkeyPatch, name: str, budget_mb: int = 512) -> 
 
 
 def plan(made: Any, keys: list[int], rows: list[int], offset: int = 0) -> list[Chunk]:
-    found: list[Chunk] = prefill().plan_builder_chunks(
-        made, torch.tensor(keys), torch.tensor(rows), 10**7, 512 * MIB, offset
+    found: list[Chunk] = importlib.import_module(LAUNCH).plan_builder_chunks(
+        made, made._split_indexer_prefill_chunks, torch.tensor(keys), torch.tensor(rows), 10**7, 512 * MIB, offset
     )
     return found
 
@@ -125,7 +128,7 @@ def test_fixed_width_leaves_decode_context_parallelism_at_upstreams_sizes(monkey
     assert builder(monkeypatch).prefill_launch is not None
     assert prefill().chunk_columns(4000, 2, 1) == 4000
     policy(monkeypatch, "constant_bytes")
-    monkeypatch.setattr(prefill(), "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(importlib.import_module("vllm.platforms").current_platform, "is_cuda", lambda: True)
     assert prefill().chunk_columns(4000, 2, 1) == 2000
     assert prefill().chunk_columns(4000, 1, 1) == 4000
 
@@ -134,8 +137,9 @@ def test_fixed_width_leaves_decode_context_parallelism_at_upstreams_sizes(monkey
 def test_the_policy_of_other_platforms_is_upstreams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy(monkeypatch, name)
     for cuda, wanted in ((True, name), (False, "upstream")):
-        monkeypatch.setattr(prefill(), "current_platform", SimpleNamespace(is_cuda=lambda cuda=cuda: cuda))
-        assert prefill().covered_policy() == wanted
+        launch = importlib.import_module(LAUNCH)
+        monkeypatch.setattr(launch.current_platform, "is_cuda", lambda cuda=cuda: cuda)
+        assert launch.covered_policy() == wanted
 
 
 @pytest.mark.parametrize("kept", ["splitter", "platform", "pcp"])
@@ -163,3 +167,32 @@ def test_a_subclass_that_widens_lengths_keeps_upstreams_plan(monkeypatch: pytest
     wide = type("Wide", (base,), {"_prefill_split_seq_lens": lambda self, lens: lens.clamp(min=4096)})
     assert builder(monkeypatch, wide).prefill_launch is None
     assert builder(monkeypatch, type("Renamed", (base,), {})).prefill_launch is not None
+
+
+def test_blocks_of_the_canonical_size_are_taken_together_and_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On SM100 the BF16 logits and their FP32 copy; nothing under ``fixed_width`` or off CUDA."""
+    launch_module = importlib.import_module(LAUNCH)
+    alive: list[weakref.ref[Any]] = []
+    seen: list[list[int]] = []
+
+    class Block:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+    def empty(size: int, **options: Any) -> Block:
+        block = Block(size)
+        alive.append(weakref.ref(block))
+        seen.append([held.size for held in (r() for r in alive) if held is not None])
+        return block
+
+    monkeypatch.setattr(launch_module, "torch", SimpleNamespace(empty=empty, uint8=None, device=None))
+    policy(monkeypatch, "constant_bytes")
+    made = builder(monkeypatch, sm100=True).prefill_launch
+    launch_module.keep_blocks_cached(made, SimpleNamespace(type="cuda"))
+    assert seen[-1] == list(made.allocations)
+    assert len(made.allocations) == 2
+    assert [r() for r in alive] == [None, None]
+    launch_module.keep_blocks_cached(made, SimpleNamespace(type="cpu"))
+    policy(monkeypatch, "fixed_width")
+    launch_module.keep_blocks_cached(builder(monkeypatch).prefill_launch, SimpleNamespace(type="cuda"))
+    assert len(seen) == 2

@@ -95,7 +95,7 @@ class Device:
 def metadata(step: list[tuple[int, int]], launch: Any, plan: Any) -> Any:
     """The indexer's metadata of one prefill step, planned for ``plan`` and scored with ``launch``."""
     indexer = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
-    planner = importlib.import_module("vllm.model_executor.layers.sparse_indexer_prefill")
+    planner = importlib.import_module("vllm.model_executor.layers.sparse_indexer_plan")
     rows, keys = [r for r, _ in step], [k for _, k in step]
     chunks = []
     for requests, where in planner.plan_chunks(rows, keys, keys, 4 * COLUMNS, plan):

@@ -21,8 +21,8 @@ def sizes() -> Any:
     return importlib.import_module("vllm.model_executor.layers.sparse_indexer_logits")
 
 
-def prefill() -> Any:
-    return importlib.import_module("vllm.model_executor.layers.sparse_indexer_prefill")
+def planner() -> Any:
+    return importlib.import_module("vllm.model_executor.layers.sparse_indexer_plan")
 
 
 def indexer() -> Any:
@@ -87,7 +87,7 @@ def test_random_requests(policy: str, sm100: bool) -> None:
         if policy == "fixed_width":
             keys = [max(n, 1) for n in keys]
         workspace = rng.choice([columns, 2 * columns, 40 * columns])
-        chunks = prefill().plan_chunks(rows, keys, keys, workspace, launch)
+        chunks = planner().plan_chunks(rows, keys, keys, workspace, launch)
         check(chunks, rows, keys, workspace, launch)
         split += any(where.start for _, where in chunks)
         packed += any(requests.stop - requests.start > 1 for requests, _ in chunks)
@@ -106,7 +106,7 @@ def launches_of(ladder: tuple[int, ...], budget: int, *, sm100: bool) -> tuple[i
     planned = upstream = 0
     for context in range(chunk, total + 1, chunk):
         keys = context // compress
-        chunks = prefill().plan_chunks([chunk], [keys], [keys], workspace, launch)
+        chunks = planner().plan_chunks([chunk], [keys], [keys], workspace, launch)
         check(chunks, [chunk], [keys], workspace, launch)
         for _, where in chunks:
             rows = where.stop - where.start
@@ -148,36 +148,36 @@ def test_sm100_with_the_bytes_that_upstream_holds_takes_as_many_launches(ladder:
 def test_packed_requests_are_planned_by_the_widest() -> None:
     """8,000 rows of 4,000 keys are 131 MB; by the sum of their keys they would be 1 GB."""
     rows, keys = [1000] * 8, [4000] * 8
-    chunks = prefill().plan_chunks(rows, keys, keys, 10**6, launch_of(8192, 131_072))
+    chunks = planner().plan_chunks(rows, keys, keys, 10**6, launch_of(8192, 131_072))
     assert chunks == [(slice(0, 8), slice(0, 8000))]
 
 
 def test_the_workspace_bounds_a_pack() -> None:
     rows, keys = [10] * 5, [4000] * 5
-    chunks = prefill().plan_chunks(rows, keys, keys, 9000, launch_of(8192, 131_072))
+    chunks = planner().plan_chunks(rows, keys, keys, 9000, launch_of(8192, 131_072))
     assert [requests for requests, _ in chunks] == [slice(0, 2), slice(2, 4), slice(4, 5)]
 
 
 def test_a_request_larger_than_the_workspace_stands_alone() -> None:
-    chunks = prefill().plan_chunks([10, 10], [9001, 10], [9001, 10], 9000, launch_of(8192, 131_072))
+    chunks = planner().plan_chunks([10, 10], [9001, 10], [9001, 10], 9000, launch_of(8192, 131_072))
     assert chunks == [(slice(0, 1), slice(0, 10)), (slice(1, 2), slice(0, 10))]
 
 
 @pytest.mark.parametrize(("rows", "keys"), [([5, 3], [0, 0]), ([5, 3], [0, 40]), ([5, 3], [40, 0])])
 def test_requests_without_keys(rows: list[int], keys: list[int]) -> None:
-    chunks = prefill().plan_chunks(rows, keys, keys, 1000, launch_of(8192, 131_072))
+    chunks = planner().plan_chunks(rows, keys, keys, 1000, launch_of(8192, 131_072))
     assert chunks == [(slice(0, 2), slice(0, 8))]
 
 
 def test_nothing_to_plan() -> None:
-    assert prefill().plan_chunks([], [], [], 1000, launch_of(8192, 131_072)) == []
+    assert planner().plan_chunks([], [], [], 1000, launch_of(8192, 131_072)) == []
 
 
 def test_fixed_width_launches_have_one_width() -> None:
     launch = launch_of(8192, 131_072, policy="fixed_width")
     seen = set()
     for keys in [8192, 50_000, 131_072]:
-        for requests, where in prefill().plan_chunks([8192], [keys], [keys], 10**7, launch):
+        for requests, where in planner().plan_chunks([8192], [keys], [keys], 10**7, launch):
             assert requests == slice(0, 1)
             seen.add((launch.width(where.stop - where.start, keys), where.stop - where.start))
     assert seen == {(131_072, 1024)}

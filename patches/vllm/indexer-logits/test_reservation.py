@@ -55,8 +55,8 @@ def reserved_bytes(
 ) -> int:  # fmt: skip
     name, op, width, more = OPS[which]
     module, envs = load(name), importlib.import_module("vllm.envs")
-    prefill = importlib.import_module("vllm.model_executor.layers.sparse_indexer_prefill")
-    monkeypatch.setattr(prefill, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
+    launch = importlib.import_module("vllm.model_executor.layers.sparse_indexer_launch")
+    monkeypatch.setattr(launch.current_platform, "is_cuda", lambda: cuda)
     context, workspace = SimpleNamespace(attn_metadata=None), SimpleNamespace(get_simultaneous=lambda *specs: None)
     for variable, value in {
         "VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY": policy, "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB": str(budget_mb)
@@ -190,5 +190,5 @@ def test_reserved_prefill_is_the_launch_of_the_builder(
     )  # fmt: skip
     builder.dcp_world_size, builder.use_pcp, builder.compress_ratio = 1, False, ratio
     builder.compressed_cp_interleave_size = 1
-    monkeypatch.setattr(prefill, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(importlib.import_module("vllm.platforms").current_platform, "is_cuda", lambda: True)
     assert prefill.builder_launch(builder).live_bytes == found

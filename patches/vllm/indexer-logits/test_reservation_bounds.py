@@ -65,7 +65,7 @@ def settings(count: int) -> Iterator[Setting]:
 
 def plan(setting: Setting, rows: list[int], keys: list[int]) -> Iterator[tuple[int, int]]:
     """(rows, columns to ask for) of each launch, by the policy's plan or by upstream's."""
-    planner = importlib.import_module("vllm.model_executor.layers.sparse_indexer_prefill")
+    planner = importlib.import_module("vllm.model_executor.layers.sparse_indexer_plan")
     indexer = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
     launch = sizes().prefill_launch(
         setting.policy if setting.planned else "upstream", setting.budget, setting.batched, setting.columns, HEADS,

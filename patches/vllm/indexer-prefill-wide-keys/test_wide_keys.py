@@ -23,7 +23,8 @@ def sizes() -> ModuleType:
 
 
 def launch(budget: int = MIB, rows: int = ROWS, columns: int = 2048) -> Any:
-    return sizes().prefill_launch("constant_bytes", budget, rows, columns, HEADS, sizes().gathered_keys_layout())
+    layout = importlib.import_module("vllm.model_executor.layers.sparse_indexer_layout").gathered_keys_layout()
+    return sizes().prefill_launch("constant_bytes", budget, rows, columns, HEADS, layout)
 
 
 class Device:
@@ -122,14 +123,14 @@ def test_the_workspace_bounds_the_width(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_planned_launches_allocate_within_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random requests: every row once, and what DeepGEMM allocates for the keys of a pack stays within the size."""
-    keys_module = importlib.import_module("vllm.model_executor.layers.sparse_indexer_prefill_keys")
+    launcher = importlib.import_module("vllm.model_executor.layers.sparse_indexer_launch")
     rng = random.Random(1)
     for _ in range(200):
         rows = [rng.randint(1, ROWS) for _ in range(rng.randint(1, 6))]
         keys = [r + rng.randint(0, 2048 - r) for r in rows]
         made = launch(budget=rng.choice([1, 2, 3]) * MIB // 4 * 4)
         builder = SimpleNamespace(prefill_launch=made, dcp_world_size=1, cp_kv_cache_interleave_size=1)
-        planned = keys_module.plan_builder_chunks(
+        planned = launcher.plan_builder_chunks(
             builder, None, torch.tensor(keys), torch.tensor(rows), CAPACITY, MIB, request_offset=3
         )
         seen = []
@@ -143,9 +144,9 @@ def test_planned_launches_allocate_within_the_size(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_a_launch_size_the_plan_is_upstreams() -> None:
-    keys_module = importlib.import_module("vllm.model_executor.layers.sparse_indexer_prefill_keys")
+    launcher = importlib.import_module("vllm.model_executor.layers.sparse_indexer_launch")
     said = object()
-    found = keys_module.plan_builder_chunks(
+    found = launcher.plan_builder_chunks(
         SimpleNamespace(prefill_launch=None), lambda *args, request_offset: said, None, None, 1, 1, request_offset=0
     )
     assert found is said
@@ -165,7 +166,7 @@ def test_reservation_holds_a_decode_step_which_is_not_tiled(
     sequences: int, cuda: bool, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys_module = importlib.import_module("vllm.model_executor.layers.sparse_indexer_prefill_keys")
-    monkeypatch.setattr(keys_module, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
+    monkeypatch.setattr(importlib.import_module("vllm.platforms").current_platform, "is_cuda", lambda: cuda)
     scheduler = SimpleNamespace(max_num_seqs=sequences, max_num_batched_tokens=3072)
     config = SimpleNamespace(scheduler_config=scheduler, speculative_config=None)
     assert keys_module.reserved_bytes(64 * MIB, 131072, HEADS, config, 1, 1) == wanted

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import sys
 import time
 import traceback
@@ -199,7 +200,9 @@ def short(filename: str) -> str:
     for marker in ("/site-packages/", "/dist-packages/"):
         filename = filename.rsplit(marker, 1)[-1]
     parts = filename.split("/")
-    return "/".join(parts[parts.index("vllm") :]) if "vllm" in parts else filename
+    if "vllm" in parts:
+        return "/".join(parts[parts.index("vllm") :])
+    return parts[-1] if filename.startswith("/") else filename
 
 
 def ran_out_of_memory(error: Exception) -> bool:
@@ -214,6 +217,16 @@ def ran_out_of_memory(error: Exception) -> bool:
     said = ("OutOfMemory", "out of memory", "No available memory for the cache blocks", "Free memory on device")
     counted = torch.cuda.is_available() and torch.cuda.memory_stats().get("num_ooms", 0) > 0
     return counted or any(sign in text for sign in said)
+
+
+def frames_of(error: BaseException) -> list[str]:
+    """Where an error was raised, innermost last: file from its package on, line, function; no source text."""
+    return [f"{short(f.filename)}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
+
+
+def without_machine_paths(text: str) -> str:
+    """A message with every absolute path in it shortened as :func:`short` does."""
+    return re.sub(r"(?<![\w.])/[^\s:,;'\"()]+", lambda found: short(found[0]), text)
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
@@ -254,8 +267,8 @@ def main(spec_path: str, result_path: str) -> int:
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         result["outcome"] = "out-of-memory" if ran_out_of_memory(error) else "failed"
-        result["error"] = text[:2000]
-        result["where"] = traceback.format_exc()[-4000:]
+        result["error"] = without_machine_paths(text)[:2000]
+        result["where"] = frames_of(error)
     gc.collect()
     result["versions"] = versions()
     import torch

@@ -64,10 +64,13 @@ def _run_indexer(args: argparse.Namespace, options: Options, session: Session) -
     work = session.places(create=False)[0]
     assert isinstance(work.place, InstalledPlace)
     upstream, patched = _variants(args, session, work)[:2]
-    python = interpreter(options.python)
     with tempfile.TemporaryDirectory(prefix="neaptide-bench-") as scratch:
-        Bench(python, work.place.package, Path(scratch), session.progress).probe()
-    found = indexer.measure(python, work.place.package, upstream, patched, cases, args.timeout, session.progress)
+        bench = Bench(
+            python=interpreter(options.python), package=work.place.package, scratch=Path(scratch),
+            progress=session.progress, timeout_seconds=args.timeout,
+        )  # fmt: skip
+        bench.probe()
+        found = indexer.measure(bench, upstream, patched, cases)
     result = {
         "command": _command(sys.argv[1:]), "date": datetime.date.today().isoformat(), "schema_version": 1, **found,
     }  # fmt: skip

@@ -84,9 +84,11 @@ class Bench:
             raise _refuse("torch sees no CUDA device", "a GPU", "Run on a machine with one.")
         return str(found["gpu"])
 
-    def _run(self, arguments: Sequence[str], first: Sequence[Path]) -> subprocess.CompletedProcess[str]:
+    def _run(
+        self, arguments: Sequence[str], first: Sequence[Path], unset: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
         path = [*map(str, first), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        env = {k: v for k, v in os.environ.items() if k not in unset} | {"PYTHONPATH": os.pathsep.join(path)}
         return subprocess.run(
             [str(self.python), *arguments], env=env, capture_output=True, text=True, check=False,
             cwd=self.scratch, timeout=self.timeout_seconds,
@@ -95,22 +97,29 @@ class Bench:
     def run(self, scenario: Scenario, variant: Variant) -> dict[str, Any]:
         """Result of one engine; an engine that runs out of memory is a result, too."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as name:
+            spec = {**scenario.as_dict(), **self._model(scenario, Path(name)), "history": self.history}
+            result, said = self.child(CHILD, spec, variant)
+        return {"outcome": "failed", "error": said} if result is None else result
+
+    def child(
+        self, script: Path, spec: Mapping[str, Any], variant: Variant, unset: Sequence[str] = ()
+    ) -> tuple[dict[str, Any] | None, str]:
+        """Run ``script SPEC RESULT`` with a variant's vLLM; its result if it wrote one, and how it ended.
+
+        Args:
+            unset: environment variables that the child does not inherit.
+        """
+        with tempfile.TemporaryDirectory(dir=self.scratch) as name:
             folder = Path(name)
-            first = []
-            if variant.files:
-                make_view(self.package, variant.files, folder / "view")
-                first = [folder / "view"]
-            spec, result = folder / "spec.json", folder / "result.json"
-            spec.write_text(
-                json.dumps({**scenario.as_dict(), **self._model(scenario, folder), "history": self.history})
-            )
+            first = [make_view(self.package, variant.files, folder / "view").parent] if variant.files else []
+            given, result = folder / "spec.json", folder / "result.json"
+            given.write_text(json.dumps(spec))
             try:
-                done = self._run([str(CHILD), str(spec), str(result)], first)
+                done = self._run([str(script), str(given), str(result)], first, unset)
+                said = f"exit {done.returncode}: {done.stderr[-1500:]}"
             except subprocess.TimeoutExpired:
-                return {"outcome": "failed", "error": f"no end after {self.timeout_seconds} s"}
-            if not result.is_file():
-                return {"outcome": "failed", "error": f"exit {done.returncode}: {done.stderr[-1500:]}"}
-            return dict(json.loads(result.read_text()))
+                said = f"no end after {self.timeout_seconds} s"
+            return (dict(json.loads(result.read_text())) if result.is_file() else None), said
 
     def _model(self, scenario: Scenario, folder: Path) -> dict[str, Any]:
         if self.model is not None:

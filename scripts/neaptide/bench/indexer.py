@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from neaptide.bench.engine import UPSTREAM, Variant
+from neaptide.bench.engine import UPSTREAM, Bench, Variant
 from neaptide.bench.indexer_cases import CASES, Decode, Ladder
-from neaptide.bench.view import make_view
+from neaptide.bench.results import MIB, headed_table, plot_bytes
 from neaptide.errors import NeaptideError
 from neaptide.output import Progress
 
-CHILD = Path(__file__).with_name("indexer_child.py")
+CHILD = Path(__file__).with_name("indexer_child")
 POLICY = "VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY"
 SWITCHES = (POLICY, "VLLM_SPARSE_INDEXER_FIXED_LOGITS_WIDTH")
 PATCHED_UPSTREAM = "policy upstream"
 POLICIES = (UPSTREAM, "constant_bytes", "fixed_width")
-MIB = 1 << 20
 Row = dict[str, Any]
 
 
@@ -37,48 +32,18 @@ def choose_cases(names: Sequence[str]) -> list[Ladder | Decode]:
 
 
 def run_child(
-    python: Path,
-    package: Path,
-    variant: Variant,
-    policies: Sequence[str | None],
-    cases: Sequence[Ladder | Decode],
-    timeout: int,
+    bench: Bench, variant: Variant, policies: Sequence[str | None], cases: Sequence[Ladder | Decode]
 ) -> dict[str, Any]:
     """Rows of all cases from one child process; what it had written when it failed, and why."""
-    with tempfile.TemporaryDirectory(prefix="neaptide-bench-") as name:
-        folder = Path(name)
-        path = [os.environ.get("PYTHONPATH", "")]
-        if variant.files:
-            make_view(package, variant.files, folder / "view")
-            path.insert(0, str(folder / "view"))
-        env = {k: v for k, v in os.environ.items() if k not in SWITCHES} | {
-            "PYTHONPATH": os.pathsep.join(filter(None, path))
-        }
-        spec, result = folder / "spec.json", folder / "result.json"
-        spec.write_text(json.dumps({"cases": [c.as_dict() for c in cases], "policies": list(policies)}))
-        command = [str(python), str(CHILD), str(spec), str(result)]
-        try:
-            done = subprocess.run(
-                command, env=env, cwd=folder, capture_output=True, text=True, check=False, timeout=timeout
-            )
-            said = done.stderr[-1500:]
-        except subprocess.TimeoutExpired:
-            said = f"no end after {timeout} s"
-        found: dict[str, Any] = json.loads(result.read_text()) if result.is_file() else {"rows": []}
-        written = {row["case"] for row in found["rows"]}
-        found["rows"] += [{"case": c.name, "outcome": "failed", "error": said} for c in cases if c.name not in written]
-        return found
+    spec = {"cases": [c.as_dict() for c in cases], "policies": list(policies)}
+    result, said = bench.child(CHILD, spec, variant, unset=SWITCHES)
+    found = result or {"rows": []}
+    written = {row["case"] for row in found["rows"]}
+    found["rows"] += [{"case": c.name, "outcome": "failed", "error": said} for c in cases if c.name not in written]
+    return found
 
 
-def measure(
-    python: Path,
-    package: Path,
-    upstream: Variant,
-    patched: Variant,
-    cases: Sequence[Ladder | Decode],
-    timeout: int,
-    progress: Progress,
-) -> dict[str, Any]:
+def measure(bench: Bench, upstream: Variant, patched: Variant, cases: Sequence[Ladder | Decode]) -> dict[str, Any]:
     """Ladders of upstream in one process and of all policies in another, in turns; decode steps in a third."""
     ladders = [c for c in cases if isinstance(c, Ladder)]
     decodes = [c for c in cases if isinstance(c, Decode)]
@@ -89,11 +54,11 @@ def measure(
     for variant, policies, chosen in runs:
         if not chosen:
             continue
-        found = run_child(python, package, variant, policies, chosen, timeout)
+        found = run_child(bench, variant, policies, chosen)
         for row in found["rows"]:
             name = variant_name(row, policies, decode=chosen is decodes)
             result["rows"].append({"variant": name, **row})
-            progress.note(f"{row['case']} {name}: {row['outcome']} {row.get('error', '')}".rstrip())
+            bench.progress.note(f"{row['case']} {name}: {row['outcome']} {row.get('error', '')}".rstrip())
         result |= {key: found[key] for key in ("versions", "device") if key in found}
     compare_ladders(result["rows"])
     return result
@@ -169,30 +134,14 @@ def show(rows: Sequence[Row], progress: Progress) -> None:
     ladders = [ladder_line(r) for r in done if "launches" in r]
     decodes = [decode_line(r) for r in done if "tiles" in r]
     for title, columns, lines in (("prefill", LADDER_COLUMNS, ladders), ("decode", DECODE_COLUMNS, decodes)):
-        heading = [] if progress.console.is_terminal else [list(columns)]
         if lines:
-            progress.table(title, columns, [*heading, *lines])
+            headed_table(title, columns, lines, progress)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Reserved bytes over the chunks of each ladder, one line a variant."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise NeaptideError(
-            "matplotlib is not installed", wanted="it for --plot", todo="pip install 'neaptide[bench]'.", where="--plot"
-        ) from error
-    done = [r for r in rows if "reserved_bytes" in r]
-    cases = list(dict.fromkeys(r["case"] for r in done))
-    figure = Figure(figsize=(9, 3 * max(1, len(cases))), layout="constrained")
-    for place, case in enumerate(cases, 1):
-        axes = figure.add_subplot(len(cases), 1, place)
-        for number, row in enumerate(r for r in done if r["case"] == case):
-            axes.plot(
-                [b / 2**30 for b in row["reserved_bytes"]], label=row["variant"], drawstyle="steps-post",
-                linestyle=("-", "-", ":")[number % 3], linewidth=2,
-            )  # fmt: skip
-        axes.set(title=f"prefill {case}", xlabel="chunk", ylabel="reserved above the start, GiB")
-        axes.legend()
-        axes.grid(alpha=0.3)
-    figure.savefig(path)
+    panels: dict[str, list[tuple[str, list[int]]]] = {}
+    for row in rows:
+        if "reserved_bytes" in row:
+            panels.setdefault(f"prefill {row['case']}", []).append((row["variant"], row["reserved_bytes"]))
+    plot_bytes(panels, "chunk", "reserved above the start, GiB", path)

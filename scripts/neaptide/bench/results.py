@@ -74,29 +74,41 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def headed_table(title: str, columns: Sequence[str], lines: Sequence[list[str]], progress: Progress) -> None:
+    """A table; on a pipe, its heading is the first line."""
+    heading = [] if progress.console.is_terminal else [list(columns)]
+    progress.table(title, columns, [*heading, *lines])
+
+
 def show(rows: Sequence[Row], progress: Progress) -> None:
-    """The table; on a pipe, its heading is the first line."""
-    heading = [] if progress.console.is_terminal else [list(COLUMNS)]
-    progress.table("engine", COLUMNS, [*heading, *table_rows(rows)])
+    headed_table("engine", COLUMNS, table_rows(rows), progress)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Reserved memory over the steps of each case, one line a variant."""
+    panels: dict[str, list[tuple[str, list[int]]]] = {}
+    for row in rows:
+        if row["outcome"] == "done" and not row.get("repeat"):
+            series = [row["boot"]["reserved_bytes"], *(s["reserved_bytes"] for s in row["steps"])]
+            panels.setdefault(row["case"], []).append((row["variant"], series))
+    plot_bytes(panels, "engine step", "reserved, GiB", path)
+
+
+def plot_bytes(panels: Mapping[str, Sequence[tuple[str, Sequence[int]]]], along: str, what: str, path: Path) -> None:
+    """One panel a title, one line a label; every third line is dotted, so that equal ones are both seen."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise NeaptideError(
             "matplotlib is not installed", wanted="it for --plot", todo="pip install 'neaptide[bench]'.", where="--plot"
         ) from error
-    done = [r for r in rows if r["outcome"] == "done"]
-    cases = list(dict.fromkeys(r["case"] for r in done))
-    figure = Figure(figsize=(9, 3.2 * max(1, len(cases))), layout="constrained")
-    for place, case in enumerate(cases, 1):
-        axes = figure.add_subplot(len(cases), 1, place)
-        for row in (r for r in done if r["case"] == case and not r.get("repeat")):
-            series = [row["boot"]["reserved_bytes"], *(s["reserved_bytes"] for s in row["steps"])]
-            axes.plot([b / 2**30 for b in series], label=row["variant"], drawstyle="steps-post")
-        axes.set(title=case, xlabel="engine step", ylabel="reserved, GiB")
+    figure = Figure(figsize=(9, 3 * max(1, len(panels))), layout="constrained")
+    for place, (title, lines) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(len(panels), 1, place)
+        for number, (label, series) in enumerate(lines):
+            gib = [value / 2**30 for value in series]
+            axes.plot(gib, label=label, drawstyle="steps-post", linestyle=("-", "-", ":")[number % 3], linewidth=2)
+        axes.set(title=title, xlabel=along, ylabel=what)
         axes.legend()
         axes.grid(alpha=0.3)
     figure.savefig(path)

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.model_executor.layers.sparse_indexer_logits import (
+from vllm.model_executor.layers.sparse_indexer_layout import (
     LogitsLayout,
+    logits_layout,
+    round_up,
+)
+from vllm.model_executor.layers.sparse_indexer_logits import (
     budget_bytes,
     decode_logits_bytes,
     decode_tile_units,
-    logits_layout,
-    round_up,
 )
 from vllm.neaptide_switches import CONSTANT_BYTES
 from vllm.platforms import current_platform

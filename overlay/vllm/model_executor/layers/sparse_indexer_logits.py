@@ -10,80 +10,20 @@ DeepGEMM's ``csrc/apis/attention.hpp``: the allocation of a launch is rows times
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
+from vllm.model_executor.layers.sparse_indexer_layout import (
+    FP32_BYTES,
+    LogitsLayout,
+    logits_layout,
+    round_down,
+    round_up,
+)
 from vllm.neaptide_switches import CONSTANT_BYTES, FIXED_WIDTH, UPSTREAM
 
-FP32_BYTES = 4
-# DeepGEMM strides rows by whole KiB and scores prefill rows in blocks of 128 (row, head) pairs.
-ROW_STRIDE_BYTES = 1024
+# Prefill rows are scored in blocks of 128 (row, head) pairs.
 PREFILL_BLOCK_QH = 128
 MIB = 1 << 20
-
-
-def round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
-
-
-def round_down(value: int, step: int) -> int:
-    return value // step * step
-
-
-@dataclass(frozen=True)
-class LogitsLayout:
-    """How DeepGEMM stores MQA logits on one architecture.
-
-    Attributes:
-        element_bytes: one logit as the kernel writes it.
-        copy_bytes: one logit of the FP32 copy that is alive beside it; 0 if none is made.
-        prefill_block: columns a prefill row is rounded up to before its stride is.
-        decode_block: the same for a paged row (one KV split).
-        prefill_more: columns that DeepGEMM adds to a prefill row before it rounds; 0 where rows start at their own
-            first key (vLLM 0.33), one block where a row has a column for every gathered key (before).
-    """
-
-    element_bytes: int
-    copy_bytes: int
-    prefill_block: int
-    decode_block: int
-    prefill_more: int = 0
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes alive for one logit while it is ranked."""
-        return self.element_bytes + self.copy_bytes
-
-    @property
-    def column_step(self) -> int:
-        """Columns in one step of the row stride: 256 of FP32, 512 of BF16."""
-        return ROW_STRIDE_BYTES // self.element_bytes
-
-    def prefill_stride(self, columns: int) -> int:
-        """Columns that a prefill row of ``columns`` takes."""
-        return round_up(round_up(columns + self.prefill_more, self.prefill_block), self.column_step)
-
-    def decode_stride(self, columns: int) -> int:
-        """Columns that a paged row of ``columns`` takes."""
-        return round_up(round_up(columns, self.decode_block), self.column_step)
-
-
-@cache
-def logits_layout(*, sm100: bool, fp32_copy: bool) -> LogitsLayout:
-    """The layout of an architecture.
-
-    Args:
-        sm100: whether DeepGEMM's SM100 kernels run. They write BF16; SM90 and SM120 write FP32.
-        fp32_copy: whether BF16 logits are copied to FP32 before they are ranked.
-    """
-    if sm100:
-        return LogitsLayout(2, FP32_BYTES if fp32_copy else 0, prefill_block=256, decode_block=384)
-    return LogitsLayout(FP32_BYTES, 0, prefill_block=256, decode_block=256)
-
-
-def gathered_keys_layout() -> LogitsLayout:
-    """The layout before vLLM 0.33: FP32 everywhere, and a prefill row has a column for every gathered key."""
-    return LogitsLayout(FP32_BYTES, 0, prefill_block=256, decode_block=256, prefill_more=256)
 
 
 def reads_fp32_logits(topk_backend: str, dcp_world_size: int) -> bool:
@@ -154,6 +94,13 @@ class PrefillLaunch:
     def stride(self, columns: int) -> int:
         """Columns that each row of a launch takes at least."""
         return self.layout.prefill_stride(max(columns, self.fixed_columns))
+
+    def packed_columns(self, columns: int, more: int) -> int:
+        """Width of a launch of ``columns`` that takes in a request of ``more``.
+
+        The wider of them where a row starts at its own first key, else the sum: a column for every gathered key.
+        """
+        return columns + more if self.layout.prefill_more else max(columns, more)
 
     def fits(self, rows: int, columns: int) -> bool:
         return round_up(rows, self.row_step) * self.stride(columns) <= self.elements

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from vllm.model_executor.layers.sparse_indexer_logits import PrefillLaunch
 
@@ -16,7 +16,6 @@ def plan_chunks(
     columns: Sequence[int],
     workspace_rows: int,
     launch: PrefillLaunch,
-    combine: Callable[[int, int], int] = max,
 ) -> list[Chunk]:
     """Split prefill requests into launches by what each launch allocates.
 
@@ -28,8 +27,6 @@ def plan_chunks(
         kv_rows: keys of each request that are gathered into the workspace.
         columns: keys that a row of each request can be scored against on this rank.
         workspace_rows: keys that the workspace holds.
-        combine: width of two requests packed into one launch: the wider one, where rows start at their own first key;
-            their sum, where a row has a column for every gathered key.
 
     Returns:
         (requests, rows within them) of each launch, in order; every row is in exactly one.
@@ -39,7 +36,7 @@ def plan_chunks(
     while end < len(rows):
         start, packed, gathered, widest = end, 0, 0, 0
         while end < len(rows):
-            width = combine(widest, columns[end])
+            width = launch.packed_columns(widest, columns[end])
             more, keys = packed + rows[end], gathered + kv_rows[end]
             if keys > workspace_rows or not launch.fits(more, width):
                 break

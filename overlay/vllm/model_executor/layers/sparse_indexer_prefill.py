@@ -13,27 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm import envs
 from vllm.logger import init_logger
-from vllm.model_executor.layers.sparse_indexer_blocks import keep_blocks_cached
-from vllm.model_executor.layers.sparse_indexer_logits import (
-    PrefillLaunch,
-    budget_bytes,
-    local_columns,
-    logits_layout,
-    prefill_launch,
+from vllm.model_executor.layers.sparse_indexer_launch import (
+    configured_launch,
+    covered_policy,
+    keep_blocks_cached,
 )
-from vllm.model_executor.layers.sparse_indexer_plan import Chunk, plan_chunks
-from vllm.neaptide_switches import CONSTANT_BYTES, FIXED_WIDTH, UPSTREAM
+from vllm.model_executor.layers.sparse_indexer_layout import logits_layout
+from vllm.model_executor.layers.sparse_indexer_logits import PrefillLaunch, local_columns
+from vllm.neaptide_switches import CONSTANT_BYTES
 from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
 
 logger = init_logger(__name__)
-
-
-def covered_policy() -> str:
-    """The policy that holds on this platform: upstream's where its kernels are not DeepGEMM's."""
-    return envs.VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY if current_platform.is_cuda() else UPSTREAM
 
 
 def builder_launch(builder: Any) -> PrefillLaunch | None:
@@ -46,26 +38,14 @@ def builder_launch(builder: Any) -> PrefillLaunch | None:
     Raises:
         ValueError: a budget that is too small or not positive.
     """
-    policy = covered_policy()
     if _keeps_upstreams_plan(builder):
         logger.warning_once(
             "Sparse indexer prefill logits are allocated as upstream does: %s is not covered by constant bytes.",
             type(builder).__name__,
         )
         return None
-    # vllm-project/vllm#58068 leaves decode context parallelism at upstream's sizes.
-    if policy == UPSTREAM or (policy == FIXED_WIDTH and builder.dcp_world_size > 1):
-        return None
-    config = builder.vllm_config
-    columns = config.model_config.max_model_len // builder.compress_ratio
-    return prefill_launch(
-        policy,
-        budget_bytes(envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB),
-        config.scheduler_config.max_num_batched_tokens,
-        local_columns(columns, builder.dcp_world_size, builder.compressed_cp_interleave_size),
-        int(getattr(getattr(config.model_config, "hf_text_config", None), "index_n_heads", 0) or 0),
-        logits_layout(sm100=mqa_logits_use_mx_scales(), fp32_copy=True),
-    )
+    layout = logits_layout(sm100=mqa_logits_use_mx_scales(), fp32_copy=True)
+    return configured_launch(builder, layout)
 
 
 def _keeps_upstreams_plan(builder: Any) -> bool:
@@ -85,33 +65,6 @@ def chunk_columns(columns: int, world_size: int, interleave: int) -> int:
     All ``columns``, as upstream, under another policy than ``constant_bytes``.
     """
     return local_columns(columns, world_size, interleave) if covered_policy() == CONSTANT_BYTES else columns
-
-
-def plan_builder_chunks(
-    builder: Any,
-    seq_lens: torch.Tensor,
-    query_lens: torch.Tensor,
-    workspace_rows: int,
-    max_logits_bytes: int,
-    request_offset: int,
-) -> list[Chunk]:
-    """The builder's chunks: planned by what is allocated, or by upstream's own plan where no launch size is set.
-
-    Args:
-        seq_lens, query_lens: keys and query rows of each prefill request, int32 on the CPU.
-        max_logits_bytes: upstream's budget, for its own plan.
-        request_offset: number of the first of these requests in the batch.
-    """
-    launch = getattr(builder, "prefill_launch", None)
-    if launch is None:
-        return builder._split_indexer_prefill_chunks(
-            seq_lens, query_lens, workspace_rows, max_logits_bytes, request_offset=request_offset
-        )
-    keys = seq_lens.tolist()
-    interleave = builder.compressed_cp_interleave_size
-    columns = [local_columns(n, builder.dcp_world_size, interleave) for n in keys]
-    planned = plan_chunks(query_lens.tolist(), keys, columns, workspace_rows, launch)
-    return [(slice(r.start + request_offset, r.stop + request_offset), rows) for r, rows in planned]
 
 
 def prefill_logits(
