@@ -30,18 +30,23 @@ def _missing() -> str:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(_missing()), reason=_missing() or "runs")]
 
 
-def bench(*cases: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Rows of the named cases by (case, variant)."""
+LADDERS = ("3072-to-196608", "kpool4-4608-to-225792")
+DECODES = ("decode-256-of-1048576", "decode-786-of-1048576", "decode-128x4-of-1048576")
+Rows = dict[tuple[str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    """Rows of all cases by (case, variant), from one run."""
     command = [sys.executable, "-m", "neaptide", "bench", "indexer", "--root", str(ROOT), "--json"]
-    command += [part for case in cases for part in ("--case", case)]
+    command += [part for case in (*LADDERS, *DECODES) for part in ("--case", case)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     return {(r["case"], r["variant"]): r for r in json.loads(done.stdout)["rows"]}
 
 
-@pytest.mark.parametrize("case", ["3072-to-196608", "kpool4-4608-to-225792"])
-def test_a_prefill_leaves_nothing_behind_its_first_chunk(case: str) -> None:
-    rows = bench(case)
+@pytest.mark.parametrize("case", LADDERS)
+def test_a_prefill_leaves_nothing_behind_its_first_chunk(case: str, rows: Rows) -> None:
     upstream, constant = rows[case, "upstream"], rows[case, "constant_bytes"]
     assert upstream["growth_after_first_chunk_bytes"] > 0
     # The index arrays of each chunk take a few segments of the small-block pool (2 MiB); logits take none.
@@ -52,10 +57,9 @@ def test_a_prefill_leaves_nothing_behind_its_first_chunk(case: str) -> None:
     assert constant["rows_of_other_sets"] == 0
 
 
-@pytest.mark.parametrize("rows", [256, 786])
-def test_decode_in_tiles_is_exact_and_within_the_budget(rows: int) -> None:
-    case = f"decode-{rows}-of-1048576"
-    row = bench(case)[case, "tiled"]
+@pytest.mark.parametrize("case", DECODES)
+def test_decode_in_tiles_is_exact_and_within_the_budget(case: str, rows: Rows) -> None:
+    row = rows[case, "tiled"]
     assert row["tiles"] > 1
     assert row["rows_of_unequal_scores"] == 0
     assert row["rows_of_other_set_scores"] == 0

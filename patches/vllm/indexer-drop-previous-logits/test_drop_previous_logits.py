@@ -92,8 +92,8 @@ def run(module: types.ModuleType, op: str, last: dict[str, Any], monkeypatch: py
     buffer = torch.full((tokens, TOPK), -7, dtype=torch.int32)
     getattr(module, op)(
         hidden_states=torch.empty(tokens, 1), k_cache_prefix="k", kv_cache=torch.empty(1), q_quant=queries,
-        q_scale=None, k=None, weights=weights, quant_block_size=128, scale_fmt=None, topk_tokens=TOPK,
-        head_dim=DIM, total_seq_lens=64, topk_indices_buffer=buffer, skip_k_cache_insert=True, **last,
+        q_scale=None, k=None, weights=weights, quant_block_size=128, scale_fmt=None, head_dim=DIM,
+        total_seq_lens=64, topk_indices_buffer=buffer, skip_k_cache_insert=True, **{"topk_tokens": TOPK, **last},
     )  # fmt: skip
     wanted = []
     for row in range(tokens):
@@ -122,6 +122,31 @@ def test_previous_logits_are_dead_when_the_next_launch_allocates(which: str, mon
     device, (found, wanted) = run(load(name), op, last, monkeypatch)
     assert device.alive_at_launch == [False] * LAUNCHES
     assert found == wanted
+
+
+def test_expanded_pools_are_dead_when_the_next_launch_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie in the block that their launch's logits left: alive, they would force a second one."""
+    name, op, last = OPS["kpool"]
+    module, held, alive = load(name), [], []
+
+    def expand(pools: torch.Tensor, lens: torch.Tensor, size: int) -> torch.Tensor:
+        out = torch.zeros(pools.shape[0], pools.shape[1] * size + size - 1, dtype=torch.int32)
+        held.extend(weakref.ref(tensor) for tensor in (pools, out))
+        return out
+
+    def score(self: Device, *args: Any) -> torch.Tensor:
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in held))
+        return real(self, *args)
+
+    real = Device.score
+    monkeypatch.setattr(Device, "score", score)
+    monkeypatch.setattr(module.kpool_ops, "expand_pools_and_append_tail", expand)
+    # The buffer is wider than what is selected: each row's unfinished pool comes behind it.
+    more = {"index_kpool": 2, "topk_tokens": TOPK - 2, "positions": torch.arange(LAUNCHES * ROWS)}
+    run(module, op, {**last, **more}, monkeypatch)
+    assert len(held) == 2 * LAUNCHES
+    assert alive == [0] * LAUNCHES
 
 
 @pytest.mark.parametrize("which", OPS)
