@@ -93,7 +93,7 @@ class Place:
 
 
 def statement_at(source: Source, symbol: ast.AST, start: int, end: int) -> Place | None:
-    """The innermost statement of ``symbol`` that covers ``[start, end)``."""
+    """The innermost statement of ``symbol`` that covers ``[start, end)``; a definition itself, for its header."""
 
     def descend(node: ast.AST, path: tuple[tuple[ast.AST, str], ...]) -> Place | None:
         for label, block in _blocks(node):
@@ -105,6 +105,8 @@ def statement_at(source: Source, symbol: ast.AST, start: int, end: int) -> Place
         return None
 
     if isinstance(symbol, (ast.Assign, ast.AnnAssign)):
+        return Place(symbol, ())
+    if isinstance(symbol, DEFINITIONS) and source.span(symbol)[0] <= start and end <= source.span(symbol.body[0])[0]:
         return Place(symbol, ())
     return descend(symbol, ())
 

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pool of PCIe channels decides without a device: its catalog of ids, checkpoints, and agreements of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# A rank that leaves a scope early meets peers in at most this many other exchanges of the pool.
+_LEAVE_ATTEMPTS = 64
+_LEAVING = "leaving transient captures"
+Exchange = Callable[[object], Sequence[object]]
+
+
+def normalized_group(group: str | None, *, single: bool, factory: object) -> str | None:
+    """A replay group's name, checked; None for none.
+
+    Raises:
+        TypeError, ValueError: a name that is not a string, or is empty.
+        ValueError: a pool that has no channel for each id: there is nothing to share.
+    """
+    if group is None:
+        return None
+    if not isinstance(group, str):
+        raise TypeError(f"replay_group is {group!r}; wanted a string or None")
+    if not group.strip():
+        raise ValueError("replay_group is empty; wanted a name that all ranks use, or None")
+    if single or factory is not None:
+        kind = "has one channel for everything" if single else "makes its channels by channel_factory"
+        raise ValueError(f"replay_group {group!r} on a pool that {kind}; leave it out")
+    return group.strip()
+
+
+@dataclass
+class Catalog:
+    """Named channels and their groups: views of a pool's own containers.
+
+    Attributes:
+        channels: id to channel; ids of one group have the same.
+        groups: id to replay group, for ids that have one.
+    """
+
+    channels: dict[str, Any]
+    groups: dict[str, str]
+
+    def channel_of_group(self, group: str) -> Any:
+        """The group's channel; None for a new group."""
+        return next((self.channels[name] for name, other in self.groups.items() if other == group), None)
+
+    def require_joinable(self, ids: Iterable[str], group: str | None, *, known_without_group: bool = False) -> None:
+        """Refuse an id that is in the catalog in another group (or none).
+
+        Args:
+            known_without_group: no group asked for means whatever the catalog says.
+        """
+        for name in ids:
+            if name not in self.channels or (known_without_group and group is None):
+                continue
+            has = self.groups.get(name)
+            if has != group:
+                raise ValueError(
+                    f"logical channel {name!r} is prepared in replay group {has!r}, and {group!r} is asked for; a "
+                    "graph stays in the group that it was prepared in"
+                )
+
+    def state(self, ids: tuple[str, ...], group: str | None) -> tuple[object, ...]:
+        """What ranks compare before an allocation."""
+        known = tuple(sorted(self.channels))
+        grouped = tuple(sorted(self.groups.items()))
+        return (ids, known) if group is None and not grouped else (ids, known, group, grouped)
+
+    def add(self, name: str, group: str | None, channel: Any) -> None:
+        self.channels[name] = channel
+        if group is not None:
+            self.groups[name] = group
+
+    def require_releasable(self, names: Sequence[str], single: str) -> None:
+        for name in names:
+            if name == single:
+                raise RuntimeError("the one channel of a single-channel pool lives as long as the pool; call close()")
+            if name not in self.channels:
+                raise RuntimeError(
+                    f"logical channel {name!r} is not prepared, so there is nothing to release; prepared are "
+                    f"{sorted(self.channels)}"
+                )
+
+    def used_only_by(self, names: Iterable[str]) -> list[Any]:
+        """Channels that no id but these refers to, each once, in the order of the ids."""
+        gone = set(names)
+        kept = {id(channel) for name, channel in self.channels.items() if name not in gone}
+        found = {id(self.channels[name]): self.channels[name] for name in sorted(gone)}
+        return [channel for key, channel in found.items() if key not in kept]
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.channels.pop(name, None)
+            self.groups.pop(name, None)
+
+    def clear(self) -> None:
+        self.channels.clear()
+        self.groups.clear()
+
+
+class Checkpoint(tuple[Any, ...]):
+    """A pool at one moment: (number of channels, aliases, named channels, captured ids), as upstream's callers know it.
+
+    Attributes:
+        channels: the channels themselves.
+        aliases: stream key to channel.
+        catalog: named channels and groups.
+        captured: ids of captured graphs.
+        bindings: the stream that each channel was bound to; None if that is not known.
+    """
+
+    channels: tuple[Any, ...]
+    aliases: dict[int, Any]
+    catalog: Catalog
+    captured: set[str]
+    bindings: tuple[int | None, ...] | None
+
+    @classmethod
+    def of(
+        cls, channels: Sequence[Any], aliases: Mapping[int, Any], catalog: Catalog, captured: Iterable[str]
+    ) -> Checkpoint:
+        made = cls((len(channels), dict(aliases), dict(catalog.channels), set(captured)))
+        made.channels, made.aliases = tuple(channels), dict(aliases)
+        made.catalog = Catalog(dict(catalog.channels), dict(catalog.groups))
+        made.captured = set(captured)
+        made.bindings = tuple(getattr(channel, "_owner_stream_key", None) for channel in channels)
+        return made
+
+    @classmethod
+    def read(
+        cls, given: tuple[Any, ...], channels: Sequence[Any], catalog: Catalog, captured: Iterable[str]
+    ) -> Checkpoint:
+        """A checkpoint of any release: of 2 values (channels and aliases only) or of 4.
+
+        Raises:
+            ValueError: another shape, or more channels than the pool has.
+        """
+        if isinstance(given, Checkpoint):
+            return given
+        if len(given) not in (2, 4):
+            raise ValueError(f"invalid channel checkpoint: {len(given)} values; wanted what checkpoint_channels() gave")
+        count, aliases = given[:2]
+        named, ids = given[2:] if len(given) == 4 else (catalog.channels, captured)
+        if not 0 <= count <= len(channels):
+            raise ValueError(
+                f"channel checkpoint does not belong to this pool: {count} channels then, {len(channels)} now"
+            )
+        groups = {name: group for name, group in catalog.groups.items() if name in named}
+        made = cls.of(channels[:count], aliases, Catalog(dict(named), groups), ids)
+        made.bindings = None
+        return made
+
+    def without_released(self, kept: Sequence[Any]) -> Checkpoint:
+        """The same moment without the channels that have been released since; ``kept`` are those that have not."""
+        gone = [channel for channel in self.channels if not is_among(channel, kept)]
+        named = {name: channel for name, channel in self.catalog.channels.items() if not is_among(channel, gone)}
+        groups = {name: group for name, group in self.catalog.groups.items() if name in named}
+        aliases = {key: channel for key, channel in self.aliases.items() if not is_among(channel, gone)}
+        made = Checkpoint.of(kept, aliases, Catalog(named, groups), self.captured)
+        made.captured -= set(self.catalog.channels) - set(named)
+        if self.bindings is not None:
+            bound = zip(self.channels, self.bindings, strict=True)
+            made.bindings = tuple(binding for channel, binding in bound if is_among(channel, kept))
+        else:
+            made.bindings = None
+        return made
+
+    def restore_bindings(self) -> None:
+        for channel, binding in zip(self.channels, self.bindings or (), strict=False):
+            if hasattr(channel, "_owner_stream_key"):
+                channel._owner_stream_key = binding
+
+
+def is_among(channel: Any, channels: Iterable[Any]) -> bool:
+    """Whether this very channel is one of them."""
+    return any(channel is other for other in channels)
+
+
+def agree_on_release(exchange: Exchange, owner: str, names: tuple[str, ...]) -> None:
+    """Compare the ids to release.
+
+    Raises:
+        RuntimeError: on every rank, with what each rank named.
+    """
+    mine = ("release", *names)
+    everyones = exchange(mine)
+    if any(other != mine for other in everyones):
+        raise RuntimeError(
+            f"{owner} channel release differs across ranks: {everyones}; every rank has to release the same ids"
+        )
+
+
+def agree_on_leaving(exchange: Exchange, owner: str, failed: BaseException | None, made: int) -> tuple[str, ...]:
+    """Wait until all ranks leave a scope, and compare how many channels each made in it.
+
+    A peer that has not heard of this rank's exception is in another exchange of the pool. What it receives from here
+    is an error to it there, whatever that exchange was for; so it comes here next.
+
+    Args:
+        exchange: gathers an object of every rank, in lockstep.
+        failed: the exception that this rank leaves with.
+        made: channels that this rank made in the scope.
+
+    Returns:
+        For each rank that leaves with an exception, its rank and what it is.
+
+    Raises:
+        RuntimeError: numbers that differ, or a peer that goes on in spite of its errors. Nothing was freed.
+    """
+    mine = (_LEAVING, "" if failed is None else f"{type(failed).__name__}: {failed}", str(made))
+    for _ in range(_LEAVE_ATTEMPTS):
+        everyones = exchange(mine)
+        if all(isinstance(other, (tuple, list)) and tuple(other)[:1] == (_LEAVING,) for other in everyones):
+            break
+    else:
+        raise RuntimeError(f"{owner}: a rank goes on while others leave their transient captures: {everyones}")
+    states = [tuple(str(value) for value in other) for other in everyones if isinstance(other, (tuple, list))]
+    if any(state[2] != mine[2] for state in states):
+        raise RuntimeError(
+            f"{owner}: ranks made different numbers of channels in their transient captures: "
+            f"{[state[2] for state in states]}; nothing was freed"
+        )
+    return tuple(f"group rank {rank}: {state[1]}" for rank, state in enumerate(states) if state[1])
