@@ -1,0 +1,172 @@
+"""Transient captures in one process: a scope that leaves the pool as it found it, whatever happens inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from b12x_pools import POOLS, Machine, alone, module
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return alone(monkeypatch)
+
+
+@pytest.fixture(params=POOLS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pool(machine: Machine, kind: str) -> Any:
+    """With an eager channel, a group of two ids, and a captured graph."""
+    pool = machine.pool(kind, object())
+    pool.prepare_channels(["eager"])
+    pool.for_stream(7, channel_id="eager")
+    pool.prepare_channels(["a", "b"], replay_group="g")
+    with pool.capture(1, channel_id="graph"):
+        pass
+    return pool
+
+
+def state(pool: Any) -> tuple[object, ...]:
+    return (
+        list(pool._all_channels), dict(pool._channels), dict(pool._logical_channels), dict(pool._replay_groups),
+        set(pool._captured_channel_ids), [channel._owner_stream_key for channel in pool._all_channels],
+    )  # fmt: skip
+
+
+def use(pool: Any, suffix: str = "") -> None:
+    """Everything that a profiling run does: captures old and new ids, joins groups, prepares, runs eagerly."""
+    with pool.capture(11, channel_id="a"):
+        pool.for_stream(11)
+    with pool.capture(12, channel_id=f"joined{suffix}", replay_group="g"), pool.capture(13, channel_id=f"new{suffix}"):
+        pool.for_stream(13)
+    pool.prepare_channels([f"x{suffix}", f"y{suffix}"], replay_group=f"h{suffix}")
+    pool.for_stream(15, channel_id="b")
+
+
+def test_what_was_made_inside_is_freed_and_nothing_else(machine: Machine, pool: Any) -> None:
+    before, kept = state(pool), list(machine.channels)
+    with pool.transient_captures():
+        use(pool)
+        assert len(machine.alive()) == len(kept) + 2
+    assert state(pool) == before
+    assert machine.alive() == kept
+    use(pool)  # the same ids, for good
+    assert len(machine.alive()) == len(kept) + 2
+
+
+@pytest.mark.parametrize("error", [KeyError("inside"), KeyboardInterrupt()])
+@pytest.mark.parametrize("within_capture", [False, True])
+def test_an_exception_inside_comes_out_and_the_pool_is_as_before(
+    machine: Machine, pool: Any, error: BaseException, within_capture: bool
+) -> None:
+    before, kept = state(pool), list(machine.channels)
+    with pytest.raises(type(error)) as caught, pool.transient_captures():
+        use(pool)
+        if within_capture:
+            with pool.capture(21, channel_id="b"), pool.capture(22, channel_id="other"):
+                raise error
+        raise error
+    assert caught.value is error
+    assert state(pool) == before
+    assert machine.alive() == kept
+    with pool.transient_captures():
+        use(pool)
+    assert machine.alive() == kept
+
+
+def test_a_failed_allocation_inside(machine: Machine, pool: Any) -> None:
+    before = state(pool)
+    with pytest.raises(RuntimeError, match="no memory for a slab"), pool.transient_captures():
+        use(pool)
+        machine.fail_allocation = True
+        use(pool, "again")
+    machine.fail_allocation = False
+    assert state(pool) == before
+    assert machine.alive() == before[0]
+
+
+def test_nested_scopes_free_what_is_theirs(machine: Machine, pool: Any) -> None:
+    before, kept = state(pool), list(machine.channels)
+    with pool.transient_captures():
+        pool.prepare_channels(["outer"])
+        between = state(pool)
+        with pytest.raises(KeyError), pool.transient_captures():
+            use(pool)
+            raise KeyError("inner")
+        assert state(pool) == between
+        with pool.transient_captures():
+            use(pool)
+        assert state(pool) == between
+        assert machine.alive() == [*kept, *between[0][len(kept) :]]  # type: ignore[index]
+    assert state(pool) == before
+    assert machine.alive() == kept
+
+
+def test_a_release_inside(machine: Machine, pool: Any) -> None:
+    kept = [channel for channel in machine.channels if channel is not pool._logical_channels["graph"]]
+    with pool.transient_captures():
+        use(pool)
+        pool.release(["graph", "new"])
+    assert machine.alive() == kept == pool._all_channels
+    assert sorted(pool._logical_channels) == ["a", "b", "eager"]
+    assert pool._captured_channel_ids == set()
+
+
+def test_if_freeing_fails_the_checkpoint_frees_again(machine: Machine, pool: Any) -> None:
+    before, kept = state(pool), list(machine.channels)
+    with pytest.raises(RuntimeError, match="IPC unmap.*unmap failed"), pool.transient_captures() as checkpoint:
+        use(pool)
+        machine.channels[-1].unmap_fails = True
+    assert len(machine.alive()) == len(kept) + 2
+    machine.channels[-1].unmap_fails = False
+    pool.rollback_channels(checkpoint)
+    assert state(pool) == before
+    assert machine.alive() == kept
+
+
+def test_it_is_not_entered_within_a_capture_scope(pool: Any) -> None:
+    with (
+        pool.capture(1, channel_id="a"),
+        pytest.raises(RuntimeError, match="during capture"),
+        pool.transient_captures(),
+    ):
+        pass
+
+
+def test_a_factory_pools_channels_are_freed_too(machine: Machine, kind: str) -> None:
+    pool = machine.factory_pool(kind)
+    eager = pool.for_stream(1)
+    with pool.transient_captures(), pool.capture(1) as graph:
+        pool.for_stream(2)
+    assert (eager.freed, graph.freed) == (False, True)
+    assert pool._channels == {1: eager}
+
+
+def rules() -> Any:
+    module("oneshot")
+    return __import__("b12x.comm.pcie.channel_rules", fromlist=["_"])
+
+
+def test_a_peer_that_goes_on_for_ever_is_given_up() -> None:
+    asked: list[object] = []
+
+    def peer(state: object) -> list[object]:
+        asked.append(state)
+        return [state, ()]
+
+    with pytest.raises(RuntimeError, match="pool: a rank goes on"):
+        rules().agree_on_leaving(peer, "pool", None, 0)
+    assert len(asked) > 1
+
+
+def test_ranks_that_made_different_numbers_of_channels_free_nothing() -> None:
+    def peer(state: object) -> list[object]:
+        *rest, made = tuple(state)  # type: ignore[arg-type]
+        return [state, (*rest, str(int(made) + 1))]
+
+    with pytest.raises(RuntimeError, match="different numbers of channels.*'1', '2'.*nothing was freed"):
+        rules().agree_on_leaving(peer, "pool", None, 1)
