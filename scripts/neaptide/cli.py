@@ -20,6 +20,7 @@ from neaptide.errors import NeaptideError
 from neaptide.git import GitError
 from neaptide.output import Progress, print_json
 from neaptide.session import Options, Session
+from neaptide.slabs import command as slabs
 
 _COMMANDS = {
     "apply": "apply the series to unpacked sdists, checkouts or installed packages",
@@ -28,7 +29,13 @@ _COMMANDS = {
     "revert": "put back the bytes that were there before",
     "export": "write the applied series as patches, with manifest and locks",
     "pins": "list the pins, or record a pin's lock",
+    "slabs": "bytes of PCIe channels at each pin, by the code that allocates them, upstream's own against patched",
     "bench": "measure the real engine, upstream's own against patched",
+}
+
+_OWN_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "bench": bench.add_options,
+    "slabs": slabs.add_options,
 }
 
 
@@ -66,8 +73,8 @@ def _add_options(sub: argparse.ArgumentParser, name: str) -> None:
     add("--build", type=Path, default=None, help="folder of unpacked trees (default: ROOT/build)")
     add("--pin", default=None, help="the pin (default: current, or the pin that a checkout stands at)")
     add("--target", action="append", default=[], help="only this target (repeatable)")
-    if name == "bench":
-        bench.add_options(sub)
+    if name in _OWN_OPTIONS:
+        _OWN_OPTIONS[name](sub)
         return
     add("--checkout", action="append", type=_pair, default=[], metavar="TARGET=DIR", help="a git checkout")
     add("--sdist", action="append", type=_pair, default=[], metavar="TARGET=FILE", help="an sdist already here")
@@ -115,7 +122,7 @@ def _options(args: argparse.Namespace) -> Options:
     checkouts, sdists = get("checkout") or [], get("sdist") or []
     if installed and checkouts:
         raise NeaptideError("--installed with --checkout", wanted="one of the two", todo="Run the command twice.")
-    if get("python") and not installed and args.command != "bench":
+    if get("python") and not installed and args.command not in _OWN_OPTIONS:
         raise NeaptideError("--python without --installed", wanted="both", todo="Add --installed.")
     return Options(
         root=root,
@@ -136,6 +143,8 @@ def _options(args: argparse.Namespace) -> Options:
 
 def _run(args: argparse.Namespace, progress: Progress) -> commands.Result:
     options = _options(args)
+    if args.command == "slabs":
+        return slabs.run(options, progress)
     if args.command == "bench":
         options = bench.options_for(args, options)
         return bench.run(args, options, Session(options, progress))

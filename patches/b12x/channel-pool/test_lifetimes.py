@@ -72,9 +72,7 @@ def test_a_checkpoint_is_what_upstreams_callers_unpack(pool: Any) -> None:
 
 
 @pytest.mark.parametrize("group", [None, "g"])
-def test_a_rollback_gives_back_ids_and_streams_of_kept_channels(
-    machine: Machine, pool: Any, group: str | None
-) -> None:
+def test_a_rollback_gives_back_ids_and_streams_of_kept_channels(machine: Machine, pool: Any, group: str | None) -> None:
     """So a throwaway capture of a prepared id may be followed by the real one, on another stream."""
     named = {"replay_group": group} if group else {}
     pool.prepare_channels(["a", "b"], **named)
@@ -235,7 +233,7 @@ def test_a_failed_unmap_changes_nothing_and_can_be_repeated(machine: Machine, po
         channel = machine.channels[number]
         state = (dict(pool._logical_channels), set(pool._captured_channel_ids), list(pool._all_channels))
         channel.unmap_fails = True
-        with pytest.raises(RuntimeError, match="IPC unmap.*not freed.*unmap failed"):
+        with pytest.raises(RuntimeError, match=r"IPC unmap.*not freed.*unmap failed"):
             step()
         assert not channel.freed
         assert state == (pool._logical_channels, pool._captured_channel_ids, pool._all_channels)

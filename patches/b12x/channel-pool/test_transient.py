@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from b12x_pools import POOLS, Machine, alone, module
+from b12x_pools import POOLS, Machine, alone
 
 
 @pytest.fixture
@@ -47,6 +49,13 @@ def use(pool: Any, suffix: str = "") -> None:
     pool.for_stream(15, channel_id="b")
 
 
+def profile(pool: Any, end: Callable[[Any], object]) -> None:
+    """Use a pool within transient captures, and then call ``end`` with the checkpoint."""
+    with pool.transient_captures() as checkpoint:
+        use(pool)
+        end(checkpoint)
+
+
 def test_what_was_made_inside_is_freed_and_nothing_else(machine: Machine, pool: Any) -> None:
     before, kept = state(pool), list(machine.channels)
     with pool.transient_captures():
@@ -64,12 +73,15 @@ def test_an_exception_inside_comes_out_and_the_pool_is_as_before(
     machine: Machine, pool: Any, error: BaseException, within_capture: bool
 ) -> None:
     before, kept = state(pool), list(machine.channels)
-    with pytest.raises(type(error)) as caught, pool.transient_captures():
-        use(pool)
+
+    def fail(_: object) -> None:
         if within_capture:
             with pool.capture(21, channel_id="b"), pool.capture(22, channel_id="other"):
                 raise error
         raise error
+
+    with pytest.raises(type(error)) as caught:
+        profile(pool, fail)
     assert caught.value is error
     assert state(pool) == before
     assert machine.alive() == kept
@@ -80,10 +92,13 @@ def test_an_exception_inside_comes_out_and_the_pool_is_as_before(
 
 def test_a_failed_allocation_inside(machine: Machine, pool: Any) -> None:
     before = state(pool)
-    with pytest.raises(RuntimeError, match="no memory for a slab"), pool.transient_captures():
-        use(pool)
+
+    def fail(_: object) -> None:
         machine.fail_allocation = True
-        use(pool, "again")
+        pool.prepare_channels(["one more"])
+
+    with pytest.raises(RuntimeError, match="no memory for a slab"):
+        profile(pool, fail)
     machine.fail_allocation = False
     assert state(pool) == before
     assert machine.alive() == before[0]
@@ -94,9 +109,8 @@ def test_nested_scopes_free_what_is_theirs(machine: Machine, pool: Any) -> None:
     with pool.transient_captures():
         pool.prepare_channels(["outer"])
         between = state(pool)
-        with pytest.raises(KeyError), pool.transient_captures():
-            use(pool)
-            raise KeyError("inner")
+        with pytest.raises(RuntimeError, match="not prepared"):
+            profile(pool, lambda _: pool.release(["of nobody"]))
         assert state(pool) == between
         with pool.transient_captures():
             use(pool)
@@ -118,12 +132,17 @@ def test_a_release_inside(machine: Machine, pool: Any) -> None:
 
 def test_if_freeing_fails_the_checkpoint_frees_again(machine: Machine, pool: Any) -> None:
     before, kept = state(pool), list(machine.channels)
-    with pytest.raises(RuntimeError, match="IPC unmap.*unmap failed"), pool.transient_captures() as checkpoint:
-        use(pool)
+    given: list[Any] = []
+
+    def fail_to_free(checkpoint: Any) -> None:
+        given.append(checkpoint)
         machine.channels[-1].unmap_fails = True
+
+    with pytest.raises(RuntimeError, match=r"IPC unmap.*unmap failed"):
+        profile(pool, fail_to_free)
     assert len(machine.alive()) == len(kept) + 2
     machine.channels[-1].unmap_fails = False
-    pool.rollback_channels(checkpoint)
+    pool.rollback_channels(given[0])
     assert state(pool) == before
     assert machine.alive() == kept
 
@@ -140,15 +159,14 @@ def test_it_is_not_entered_within_a_capture_scope(pool: Any) -> None:
 def test_a_factory_pools_channels_are_freed_too(machine: Machine, kind: str) -> None:
     pool = machine.factory_pool(kind)
     eager = pool.for_stream(1)
-    with pool.transient_captures(), pool.capture(1) as graph:
-        pool.for_stream(2)
+    with pool.transient_captures(), pool.capture(2) as graph:
+        assert pool.for_stream(2) is graph
     assert (eager.freed, graph.freed) == (False, True)
     assert pool._channels == {1: eager}
 
 
 def rules() -> Any:
-    module("oneshot")
-    return __import__("b12x.comm.pcie.channel_rules", fromlist=["_"])
+    return importlib.import_module("b12x.comm.pcie.channel_rules")
 
 
 def test_a_peer_that_goes_on_for_ever_is_given_up() -> None:
@@ -168,5 +186,5 @@ def test_ranks_that_made_different_numbers_of_channels_free_nothing() -> None:
         *rest, made = tuple(state)  # type: ignore[arg-type]
         return [state, (*rest, str(int(made) + 1))]
 
-    with pytest.raises(RuntimeError, match="different numbers of channels.*'1', '2'.*nothing was freed"):
+    with pytest.raises(RuntimeError, match=r"different numbers of channels.*'1', '2'.*nothing was freed"):
         rules().agree_on_leaving(peer, "pool", None, 1)

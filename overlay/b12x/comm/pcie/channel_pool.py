@@ -202,8 +202,8 @@ class ChannelPool:
             # Without a capture scope, and IPC memory cannot be allocated within a capture.
             if not self._channels:
                 raise RuntimeError(
-                    f"{self._owner} pool has no channel to reuse during CUDA graph capture; "
-                    "make one eagerly before the capture"
+                    f"{self._owner} pool has no channel during CUDA graph capture; "
+                    "create or warm a channel before capture starts"
                 )
             channel = next(iter(self._channels.values()))
         return self._new_channel(handle) if channel is None else channel

@@ -1,0 +1,1 @@
+"""``neaptide slabs``: bytes of PCIe channels, from the code that allocates them."""

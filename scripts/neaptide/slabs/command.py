@@ -1,0 +1,139 @@
+"""The ``slabs`` command: bytes of PCIe channels at each pin, upstream's and ours, by the code that allocates them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from neaptide.archive import unpack
+from neaptide.bench.results import MIB, headed_table
+from neaptide.bench.view import make_view
+from neaptide.errors import ExitCode, NeaptideError
+from neaptide.fetch import sdist_path
+from neaptide.output import Progress
+from neaptide.session import Options, Session
+from neaptide.slabs.cases import DEPLOYMENTS, RINGS, Deployment, as_spec
+
+TARGET = "b12x"
+PINS = ("current", "r12")
+CHILD = Path(__file__).with_name("child.py")
+RING_BYTES = ("slab_bytes", "stage_bytes", "total_bytes")
+Row = dict[str, Any]
+Sizes = dict[str, dict[str, int]]
+
+
+def add_options(sub: argparse.ArgumentParser) -> None:
+    """Options of ``neaptide slabs``."""
+    sub.add_argument("--python", default=None, help="an interpreter that has torch (default: this one)")
+
+
+def run(options: Options, progress: Progress) -> tuple[ExitCode, dict[str, Any]]:
+    """Sizes of every shape at the chosen pin, or at all pins that have PCIe pools with named channels."""
+    rows: list[Row] = []
+    for pin in [options.pin] if options.pin else PINS:
+        upstream, patched = _sizes_at(replace(options, pin=pin, targets=(TARGET,), dry_run=True), progress)
+        rows += [row for d in DEPLOYMENTS for row in deployment_rows(pin, d, upstream, patched)]
+        rows += ring_rows(pin, upstream, patched)
+    _show(rows, progress)
+    return ExitCode.DONE, {"command": "neaptide slabs", "rows": rows, "schema_version": 1}
+
+
+def _sizes_at(options: Options, progress: Progress) -> tuple[Sizes, Sizes]:
+    session = Session(options, progress)
+    work = session.places(create=True)[0]
+    plan = session.plan(work, session.series(TARGET))
+    if plan.exit_code() is not ExitCode.DONE:
+        raise NeaptideError(
+            f"the series does not plan clean at {session.pin.name}", wanted="a series that `neaptide apply` takes",
+            todo="Run `neaptide apply --dry-run` with this pin.", code=plan.exit_code(),
+        )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="neaptide-slabs-") as name:
+        source = sdist_path(work.artefact, frozen=False, progress=progress)
+        tree = Path(name) / "pristine"
+        unpack(source, source.name.removesuffix(".tar.gz"), tree)
+        view = make_view(tree / work.artefact.package, plan.files, Path(name) / "patched").parent
+        return _child(tree, options.python), _child(view, options.python)
+
+
+def _child(tree: Path, python: Path | None) -> Sizes:
+    """Sizes of all shapes by the b12x in ``tree``."""
+    with tempfile.TemporaryDirectory(prefix="neaptide-slabs-") as name:
+        spec, result = Path(name) / "spec.json", Path(name) / "result.json"
+        spec.write_text(json.dumps(as_spec()))
+        # The switches of b12x's transports change sizes: none is inherited.
+        env = {key: value for key, value in os.environ.items() if not key.startswith("B12X_")}
+        done = subprocess.run(
+            [str(python or sys.executable), str(CHILD), str(spec), str(result)],
+            env=env | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if not result.is_file():
+            raise NeaptideError(
+                f"sizes could not be computed: {(done.stderr.strip() or 'no output').splitlines()[-1]}",
+                wanted="a Python with torch and what b12x imports", todo="Name one with --python.", where="slabs",
+            )  # fmt: skip
+        return {_key(row["shape"]): row for row in json.loads(result.read_text())}
+
+
+def _key(shape: Mapping[str, Any]) -> str:
+    return json.dumps(shape, sort_keys=True)
+
+
+def deployment_rows(pin: str, deployment: Deployment, upstream: Sizes, patched: Sizes) -> list[Row]:
+    """A row for each way to share a deployment's channels; bytes are a rank's."""
+    rows = []
+    for choice in deployment.choices:
+        sizes = (upstream if choice.variant == "upstream" else patched)[_key(asdict(deployment.shape))]
+        channel = sizes["slab_bytes"] + sizes.get("rank_data_bytes", 0)
+        rows.append({
+            "pin": pin, "case": deployment.name, "variant": choice.variant, "channels": choice.channels,
+            "slab_bytes": sizes["slab_bytes"], "rank_data_bytes": sizes.get("rank_data_bytes", 0),
+            "total_bytes": choice.channels * channel, "condition": choice.condition,
+        })  # fmt: skip
+    return rows
+
+
+def ring_rows(pin: str, upstream: Sizes, patched: Sizes) -> list[Row]:
+    """Slab and stage of a DMA ring for each world size and wire mode."""
+    rows = []
+    for ring in RINGS:
+        mode = "bf16" if ring.mode == "0" else ring.mode
+        for variant, sizes in (("upstream", upstream), ("patched", patched)):
+            found = sizes[_key(asdict(ring))]
+            rows.append({
+                "pin": pin, "case": f"DMA TP{ring.world_size} {mode}", "variant": variant, "max_bytes": ring.max_bytes,
+                "slab_bytes": found["slab_bytes"], "stage_bytes": found["stage_bytes"],
+                "total_bytes": found["slab_bytes"] + found["stage_bytes"],
+            })  # fmt: skip
+    return rows
+
+
+def _show(rows: Sequence[Row], progress: Progress) -> None:
+    def mib(value: int) -> str:
+        return f"{value / MIB:.2f}"
+
+    pools = [
+        [r["pin"], r["case"], r["variant"], str(r["channels"]), mib(r["slab_bytes"]), mib(r["rank_data_bytes"]),
+         mib(r["total_bytes"]), r["condition"]]
+        for r in rows if "channels" in r
+    ]  # fmt: skip
+    columns = ("pin", "case", "variant", "channels", "slab, MiB", "rank data, MiB", "a rank, MiB", "safe")
+    headed_table("channels", columns, pools, progress)
+    pairs: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if "channels" not in row:
+            pairs.setdefault((row["pin"], row["case"]), {})[row["variant"]] = row
+    rings = [
+        [pin, case, *(f"{mib(two['upstream'][name])} / {mib(two['patched'][name])}" for name in RING_BYTES)]
+        for (pin, case), two in pairs.items()
+    ]
+    ring_columns = ("pin", "case", "slab, MiB, upstream / patched", "stage", "a rank")
+    headed_table("DMA rings", ring_columns, rings, progress)
