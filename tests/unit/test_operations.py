@@ -53,6 +53,11 @@ FOR = "def f(a):\n    for i in a:\n        g(i)\n        # last\n    else:\n    
     [
         (SMALL, {"match": "g($X)", "replace": "h($X, $X)"}, HEAD + "    x = h(a, a)\n    return x\n"),
         (SMALL, {"match": "x = g($X)", "replace": "x = h()\ny = $X"}, HEAD + "    x = h()\n    y = a\n    return x\n"),
+        (
+            SMALL,
+            {"match": {"kind": "parameters"}, "replace": "(a, b=1, c=2)"},
+            'def f(a, b=1, c=2):\n    """Doc."""\n    x = g(a)\n    return x\n',
+        ),
         (SMALL, {"match": "g($X)", "wrap": "list($MATCH)"}, HEAD + "    x = list(g(a))\n    return x\n"),
         (
             SMALL,

@@ -216,6 +216,33 @@ def test_an_edit_in_a_header_does_not_hold_the_block() -> None:
     assert guard_of(changed, rule) != guard_of(FUNCTION, rule)
 
 
+CLASS = """class K(Base, key=1):
+    field = 1
+
+    def method(self):
+        return K
+"""
+NAME = {"kind": "identifier", "regex": "^K$", "inside": {"kind": "class_definition", "field": "name"}}
+
+
+def header_guard(text: str) -> str:
+    source = Source(text)
+    symbol = find_symbol(source.tree, "K")
+    assert symbol is not None
+    (match,) = find(source, NAME, span_of(source, symbol))
+    place = statement_at(source, symbol, match.start, match.end)
+    assert place is not None
+    assert place.statement is symbol
+    return site_guard(place, symbol, header_only=True)
+
+
+def test_a_definitions_own_header_is_a_site() -> None:
+    """Bases and keywords are held, the body is not."""
+    assert header_guard(CLASS.replace("field = 1", "field = 2")) == header_guard(CLASS)
+    for old, new in (("Base", "Other"), ("key=1", "key=2"), ("class", "@cached\nclass")):
+        assert header_guard(CLASS.replace(old, new)) != header_guard(CLASS)
+
+
 def function(text: str) -> ast.FunctionDef:
     node = ast.parse(text).body[0]
     assert isinstance(node, ast.FunctionDef)

@@ -22,14 +22,16 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pool(machine: Machine, kind: str) -> Any:
-    """With an eager channel, a group of two ids, and a captured graph."""
-    pool = machine.pool(kind, object())
+    return machine.pool(kind, object())
+
+
+def furnish(pool: Any) -> None:
+    """An eager channel, a group of two ids, and a captured graph: three channels."""
     pool.prepare_channels(["eager"])
     pool.for_stream(7, channel_id="eager")
     pool.prepare_channels(["a", "b"], replay_group="g")
     with pool.capture(1, channel_id="graph"):
         pass
-    return pool
 
 
 def state(pool: Any) -> tuple[object, ...]:
@@ -57,6 +59,7 @@ def profile(pool: Any, end: Callable[[Any], object]) -> None:
 
 
 def test_what_was_made_inside_is_freed_and_nothing_else(machine: Machine, pool: Any) -> None:
+    furnish(pool)
     before, kept = state(pool), list(machine.channels)
     with pool.transient_captures():
         use(pool)
@@ -72,6 +75,7 @@ def test_what_was_made_inside_is_freed_and_nothing_else(machine: Machine, pool: 
 def test_an_exception_inside_comes_out_and_the_pool_is_as_before(
     machine: Machine, pool: Any, error: BaseException, within_capture: bool
 ) -> None:
+    furnish(pool)
     before, kept = state(pool), list(machine.channels)
 
     def fail(_: object) -> None:
@@ -91,6 +95,7 @@ def test_an_exception_inside_comes_out_and_the_pool_is_as_before(
 
 
 def test_a_failed_allocation_inside(machine: Machine, pool: Any) -> None:
+    furnish(pool)
     before = state(pool)
 
     def fail(_: object) -> None:
@@ -105,6 +110,7 @@ def test_a_failed_allocation_inside(machine: Machine, pool: Any) -> None:
 
 
 def test_nested_scopes_free_what_is_theirs(machine: Machine, pool: Any) -> None:
+    furnish(pool)
     before, kept = state(pool), list(machine.channels)
     with pool.transient_captures():
         pool.prepare_channels(["outer"])
@@ -121,6 +127,7 @@ def test_nested_scopes_free_what_is_theirs(machine: Machine, pool: Any) -> None:
 
 
 def test_a_release_inside(machine: Machine, pool: Any) -> None:
+    furnish(pool)
     kept = [channel for channel in machine.channels if channel is not pool._logical_channels["graph"]]
     with pool.transient_captures():
         use(pool)
@@ -131,6 +138,7 @@ def test_a_release_inside(machine: Machine, pool: Any) -> None:
 
 
 def test_if_freeing_fails_the_checkpoint_frees_again(machine: Machine, pool: Any) -> None:
+    furnish(pool)
     before, kept = state(pool), list(machine.channels)
     given: list[Any] = []
 
@@ -148,6 +156,7 @@ def test_if_freeing_fails_the_checkpoint_frees_again(machine: Machine, pool: Any
 
 
 def test_it_is_not_entered_within_a_capture_scope(pool: Any) -> None:
+    furnish(pool)
     with (
         pool.capture(1, channel_id="a"),
         pytest.raises(RuntimeError, match="during capture"),

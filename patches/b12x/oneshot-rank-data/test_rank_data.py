@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-PACKAGE = "b12x" if find_spec("b12x") else "sparkinfer"
+PACKAGE = "b12x" if find_spec("b12x") and find_spec("b12x.comm") else "sparkinfer"
 UPSTREAM_BYTES = 8 << 20
 KIB = 1024
 

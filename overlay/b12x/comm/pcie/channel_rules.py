@@ -32,6 +32,11 @@ def normalized_group(group: str | None, *, single: bool, factory: object) -> str
     return group.strip()
 
 
+def in_group(group: str | None) -> dict[str, str]:
+    """The keyword that passes a replay group on; none for none, to a runtime that knows no groups."""
+    return {} if group is None else {"replay_group": group}
+
+
 @dataclass
 class Catalog:
     """Named channels and their groups: views of a pool's own containers.
