@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from b12x_pools import POOLS, Machine, alone
+from b12x_pools import POOLS, Machine, alone, module
 
 
 @pytest.fixture
@@ -174,26 +173,37 @@ def test_a_factory_pools_channels_are_freed_too(machine: Machine, kind: str) -> 
     assert pool._channels == {1: eager}
 
 
-def rules() -> Any:
-    return importlib.import_module("b12x.comm.pcie.channel_rules")
+def answered(monkeypatch: pytest.MonkeyPatch, kind: str, peer: Callable[[Any], Any]) -> None:
+    """From now on the peer answers like this."""
+    monkeypatch.setattr(module(kind), "_broadcast_gather_object", lambda state, group: [state, peer(state)])
 
 
-def test_a_peer_that_goes_on_for_ever_is_given_up() -> None:
-    asked: list[object] = []
-
-    def peer(state: object) -> list[object]:
-        asked.append(state)
-        return [state, ()]
-
-    with pytest.raises(RuntimeError, match="pool: a rank goes on"):
-        rules().agree_on_leaving(peer, "pool", None, 0)
-    assert len(asked) > 1
+def test_a_peer_that_goes_on_for_ever_is_given_up(
+    machine: Machine, pool: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    furnish(pool)
+    with pytest.raises(RuntimeError, match="a rank goes on while others leave"):
+        profile(pool, lambda _: answered(monkeypatch, kind, lambda state: ()))
+    assert machine.alive() == machine.channels
 
 
-def test_ranks_that_made_different_numbers_of_channels_free_nothing() -> None:
-    def peer(state: object) -> list[object]:
-        *rest, made = tuple(state)  # type: ignore[arg-type]
-        return [state, (*rest, str(int(made) + 1))]
+def test_ranks_that_made_different_numbers_of_channels_free_nothing(
+    machine: Machine, pool: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_more(state: Any) -> Any:
+        return tuple(type(value)(int(value) + 1) if str(value) == "41" else value for value in state)
 
-    with pytest.raises(RuntimeError, match=r"different numbers of channels.*'1', '2'.*nothing was freed"):
-        rules().agree_on_leaving(peer, "pool", None, 1)
+    def make(checkpoint: Any) -> None:
+        given.append(checkpoint)
+        pool.prepare_channels([f"made {number}" for number in range(39)])
+        answered(monkeypatch, kind, one_more)
+
+    given: list[Any] = []
+    furnish(pool)
+    before = state(pool)
+    with pytest.raises(RuntimeError, match=r"different numbers of channels.*'?41'?, '?42'?.*nothing was freed"):
+        profile(pool, make)
+    assert machine.alive() == machine.channels
+    answered(monkeypatch, kind, lambda state: state)
+    pool.rollback_channels(given[0])
+    assert state(pool) == before

@@ -19,11 +19,16 @@ from typing import Any, ClassVar
 from .channel_rules import (
     Catalog,
     Checkpoint,
+    PeerLeft,
+    agree_on_closing,
     agree_on_leaving,
     agree_on_release,
     is_among,
     normalized_group,
 )
+
+# Pools whose transient captures are open in this process, outermost first: alike on all ranks.
+_open_scopes: list[Any] = []
 
 
 class ChannelPool:
@@ -49,6 +54,8 @@ class ChannelPool:
     _captured_channel_ids: set[str]
     _capture_channel_stack: list[Any]
     _replay_groups: dict[str, str]
+
+    _released: bool = False
 
     _seams: ClassVar[Any] = None
     _owner: ClassVar[str] = ""
@@ -113,7 +120,7 @@ class ChannelPool:
         ids, group = self._agreed("logical channel validation", checked)
         if self._channel_factory is None:
             mine = self._catalog().state(ids, group)
-            everyones = self._seams._broadcast_gather_object(mine, self.exchange_group)
+            everyones = self._exchange(mine)
             if any(other != mine for other in everyones):
                 raise RuntimeError(
                     f"{self._owner} logical channel preparation differs across ranks (ids, catalog and replay groups "
@@ -337,7 +344,11 @@ class ChannelPool:
         self._require_open()
         if self._capture_channel_stack:
             raise RuntimeError("cannot checkpoint channels during capture")
-        return Checkpoint.of(self._all_channels, self._channels, self._catalog(), self._captured_channel_ids)
+        return self._now()
+
+    def _now(self) -> Checkpoint:
+        catalog = self._catalog()
+        return Checkpoint.of(self, self._all_channels, self._channels, catalog, self._captured_channel_ids)
 
     def rollback_channels(self, checkpoint: tuple[Any, ...]) -> None:
         """Close the channels made since ``checkpoint``; ids, aliases and stream bindings are as they were; collective.
@@ -348,7 +359,7 @@ class ChannelPool:
         self._require_open()
         if self._capture_channel_stack:
             raise RuntimeError("cannot roll back channels during capture")
-        then = Checkpoint.read(checkpoint, self._all_channels, self._catalog(), self._captured_channel_ids)
+        then = Checkpoint.read(checkpoint, self._now(), released=self._released)
         kept = [channel for channel in self._all_channels if is_among(channel, then.channels)]
         self._close(channel for channel in self._all_channels if not is_among(channel, kept))
         then = then.without_released(kept)
@@ -372,24 +383,32 @@ class ChannelPool:
         """
         checkpoint = self.checkpoint_channels()
         failed: BaseException | None = None
+        _open_scopes.append(self)
         try:
             yield checkpoint
         except BaseException as error:
             failed = error
             raise
         finally:
-            others = ()
-            if self._channel_factory is None:
-                others = agree_on_leaving(
-                    lambda state: self._seams._broadcast_gather_object(state, self.exchange_group),
-                    self._owner, failed, len(self._all_channels) - len(checkpoint.channels),
-                )  # fmt: skip
-            self.rollback_channels(checkpoint)
-            if others and failed is None:
-                raise RuntimeError(
-                    f"{self._owner}: what was captured was discarded, since a rank left the transient captures with an "
-                    f"exception: {'; '.join(others)}"
-                )
+            _open_scopes.pop()
+            self._leave(checkpoint, failed)
+
+    def _leave(self, checkpoint: Checkpoint, failed: BaseException | None) -> None:
+        others: tuple[str, ...] = ()
+        made = len([channel for channel in self._all_channels if not is_among(channel, checkpoint.channels)])
+        if self._channel_factory is None:
+            try:
+                others = agree_on_leaving(self._exchange, self._owner, len(_open_scopes), failed, made)
+            except PeerLeft:
+                if not made:
+                    self.rollback_channels(checkpoint)
+                raise
+        self.rollback_channels(checkpoint)
+        if others and failed is None:
+            raise RuntimeError(
+                f"{self._owner}: what was captured was discarded, since a rank left the transient captures with an "
+                f"exception: {'; '.join(others)}"
+            )
 
     def release(self, channel_ids: Sequence[str]) -> None:
         """Forget these ids, and free the channels that no other id refers to; collective.
@@ -411,18 +430,25 @@ class ChannelPool:
 
         names = self._agreed("channel release validation", checked)
         if self._channel_factory is None:
-            agree_on_release(
-                lambda state: self._seams._broadcast_gather_object(state, self.exchange_group), self._owner, names
-            )
+            agree_on_release(self._exchange, self._owner, names)
         unused = self._catalog().used_only_by(names)
         self._close(unused)
         self._all_channels = [channel for channel in self._all_channels if not is_among(channel, unused)]
         self._channels = {key: channel for key, channel in self._channels.items() if not is_among(channel, unused)}
         self._catalog().remove(names)
         self._captured_channel_ids.difference_update(names)
+        self._released = True
 
     def _close(self, channels: Iterable[Any]) -> None:
-        self._seams._coordinated_close_channels(tuple(channels), exchange_group=self.exchange_group, device=self.device)
+        doomed = tuple(channels)
+        if doomed and self._channel_factory is None:
+            agree_on_closing(self._exchange, self._owner, len(doomed))
+        self._seams._coordinated_close_channels(doomed, exchange_group=self.exchange_group, device=self.device)
+
+    def _exchange(self, state: object) -> Sequence[object]:
+        """An object of every rank; collective."""
+        gathered: Sequence[object] = self._seams._broadcast_gather_object(state, self.exchange_group)
+        return gathered
 
     def close(self) -> None:
         """Free all channels; collective. A pool that could not free all of them stays open: call again."""

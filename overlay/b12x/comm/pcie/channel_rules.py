@@ -116,6 +116,7 @@ class Checkpoint(tuple[Any, ...]):
         catalog: named channels and groups.
         captured: ids of captured graphs.
         bindings: the stream that each channel was bound to; None if that is not known.
+        owner: the pool.
     """
 
     channels: tuple[Any, ...]
@@ -123,39 +124,52 @@ class Checkpoint(tuple[Any, ...]):
     catalog: Catalog
     captured: set[str]
     bindings: tuple[int | None, ...] | None
+    owner: Any
 
     @classmethod
     def of(
-        cls, channels: Sequence[Any], aliases: Mapping[int, Any], catalog: Catalog, captured: Iterable[str]
+        cls, owner: Any, channels: Sequence[Any], aliases: Mapping[int, Any], catalog: Catalog, captured: Iterable[str]
     ) -> Checkpoint:
         made = cls((len(channels), dict(aliases), dict(catalog.channels), set(captured)))
-        made.channels, made.aliases = tuple(channels), dict(aliases)
+        made.owner, made.channels, made.aliases = owner, tuple(channels), dict(aliases)
         made.catalog = Catalog(dict(catalog.channels), dict(catalog.groups))
         made.captured = set(captured)
         made.bindings = tuple(getattr(channel, "_owner_stream_key", None) for channel in channels)
         return made
 
     @classmethod
-    def read(
-        cls, given: tuple[Any, ...], channels: Sequence[Any], catalog: Catalog, captured: Iterable[str]
-    ) -> Checkpoint:
+    def read(cls, given: tuple[Any, ...], now: Checkpoint, *, released: bool) -> Checkpoint:
         """A checkpoint of any release: of 2 values (channels and aliases only) or of 4.
 
+        Args:
+            now: the pool as it is.
+            released: whether channels have been released from the pool: numbers do not say which remain.
+
         Raises:
-            ValueError: another shape, or more channels than the pool has.
+            ValueError: another shape, another pool, more channels than the pool has, or a plain tuple after a release.
         """
         if isinstance(given, Checkpoint):
+            if given.owner is not now.owner:
+                raise ValueError("channel checkpoint does not belong to this pool")
             return given
         if len(given) not in (2, 4):
             raise ValueError(f"invalid channel checkpoint: {len(given)} values; wanted what checkpoint_channels() gave")
         count, aliases = given[:2]
-        named, ids = given[2:] if len(given) == 4 else (catalog.channels, captured)
-        if not 0 <= count <= len(channels):
+        if not 0 <= count <= len(now.channels):
             raise ValueError(
-                f"channel checkpoint does not belong to this pool: {count} channels then, {len(channels)} now"
+                f"channel checkpoint does not belong to this pool: {count} channels then, {len(now.channels)} now"
             )
-        groups = {name: group for name, group in catalog.groups.items() if name in named}
-        made = cls.of(channels[:count], aliases, Catalog(dict(named), groups), ids)
+        if released:
+            raise ValueError(
+                "a plain channel checkpoint does not say which channels it means once some have been released; "
+                "wanted the object that checkpoint_channels() gave"
+            )
+        gone = now.channels[count:]
+        named, captured = given[2:] if len(given) == 4 else (now.catalog.channels, now.captured)
+        kept = {name: channel for name, channel in named.items() if not is_among(channel, gone)}
+        groups = {name: group for name, group in now.catalog.groups.items() if name in kept}
+        made = cls.of(now.owner, now.channels[:count], aliases, Catalog(kept, groups), captured)
+        made.captured -= set(named) - set(kept)
         made.bindings = None
         return made
 
@@ -165,7 +179,7 @@ class Checkpoint(tuple[Any, ...]):
         named = {name: channel for name, channel in self.catalog.channels.items() if not is_among(channel, gone)}
         groups = {name: group for name, group in self.catalog.groups.items() if name in named}
         aliases = {key: channel for key, channel in self.aliases.items() if not is_among(channel, gone)}
-        made = Checkpoint.of(kept, aliases, Catalog(named, groups), self.captured)
+        made = Checkpoint.of(self.owner, kept, aliases, Catalog(named, groups), self.captured)
         made.captured -= set(self.catalog.channels) - set(named)
         if self.bindings is not None:
             bound = zip(self.channels, self.bindings, strict=True)
@@ -199,14 +213,36 @@ def agree_on_release(exchange: Exchange, owner: str, names: tuple[str, ...]) -> 
         )
 
 
-def agree_on_leaving(exchange: Exchange, owner: str, failed: BaseException | None, made: int) -> tuple[str, ...]:
+def agree_on_closing(exchange: Exchange, owner: str, channels: int) -> None:
+    """Compare how many channels are about to be freed, before a rank waits for its peers in a barrier.
+
+    Raises:
+        RuntimeError: on every rank, with what each rank was about to do.
+    """
+    mine = ("close", str(channels))
+    everyones = exchange(mine)
+    if any(other != mine for other in everyones):
+        raise RuntimeError(
+            f"{owner}: ranks do not free the same channels (by rank): {everyones}; nothing was freed, "
+            "call again together"
+        )
+
+
+class PeerLeft(RuntimeError):
+    """A peer is leaving a scope around this one."""
+
+
+def agree_on_leaving(
+    exchange: Exchange, owner: str, depth: int, failed: BaseException | None, made: int
+) -> tuple[str, ...]:
     """Wait until all ranks leave a scope, and compare how many channels each made in it.
 
-    A peer that has not heard of this rank's exception is in another exchange of the pool. What it receives from here
+    A peer that has not heard of this rank's exception is in another exchange of a pool. What it receives from here
     is an error to it there, whatever that exchange was for; so it comes here next.
 
     Args:
         exchange: gathers an object of every rank, in lockstep.
+        depth: scopes that are open around this one, of all pools.
         failed: the exception that this rank leaves with.
         made: channels that this rank made in the scope.
 
@@ -214,19 +250,23 @@ def agree_on_leaving(exchange: Exchange, owner: str, failed: BaseException | Non
         For each rank that leaves with an exception, its rank and what it is.
 
     Raises:
+        PeerLeft: a peer leaves a scope around this one; it is not in this one, so it has made nothing here.
         RuntimeError: numbers that differ, or a peer that goes on in spite of its errors. Nothing was freed.
     """
-    mine = (_LEAVING, "" if failed is None else f"{type(failed).__name__}: {failed}", str(made))
+    mine = (_LEAVING, str(depth), "" if failed is None else f"{type(failed).__name__}: {failed}", str(made))
     for _ in range(_LEAVE_ATTEMPTS):
-        everyones = exchange(mine)
-        if all(isinstance(other, (tuple, list)) and tuple(other)[:1] == (_LEAVING,) for other in everyones):
+        states = [tuple(other) if isinstance(other, (tuple, list)) else () for other in exchange(mine)]
+        leaving = [state for state in states if state[:1] == (_LEAVING,)]
+        around = [state for state in leaving if int(state[1]) < depth]
+        if around:
+            raise PeerLeft(f"{owner}: a peer left transient captures around these: {around[0][2]}")
+        if len(leaving) == len(states) and all(state[1] == mine[1] for state in leaving):
             break
     else:
-        raise RuntimeError(f"{owner}: a rank goes on while others leave their transient captures: {everyones}")
-    states = [tuple(str(value) for value in other) for other in everyones if isinstance(other, (tuple, list))]
-    if any(state[2] != mine[2] for state in states):
+        raise RuntimeError(f"{owner}: a rank goes on while others leave their transient captures: {states}")
+    if any(state[3] != mine[3] for state in states):
         raise RuntimeError(
             f"{owner}: ranks made different numbers of channels in their transient captures: "
-            f"{[state[2] for state in states]}; nothing was freed"
+            f"{[state[3] for state in states]}; nothing was freed"
         )
-    return tuple(f"group rank {rank}: {state[1]}" for rank, state in enumerate(states) if state[1])
+    return tuple(f"group rank {rank}: {state[2]}" for rank, state in enumerate(states) if state[2])
