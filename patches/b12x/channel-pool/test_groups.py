@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import Any
 
 import pytest
-from b12x_pools import POOLS, Machine, alone
+from b12x_pools import ONESHOT, POOLS, Machine, alone
 
 
 @pytest.fixture
@@ -217,3 +219,19 @@ def test_a_factory_makes_no_channel_within_a_capture(machine: Machine, kind: str
     with pytest.raises(RuntimeError, match="capture"):
         pool.for_stream(1)
     assert machine.channels == []
+
+
+def test_the_facade_passes_a_group_on(machine: Machine) -> None:
+    facade_class = importlib.import_module("b12x.comm.pcie.pcie_allreduce").PCIeAllReduce
+    if "channel_id" not in inspect.signature(facade_class.capture).parameters:
+        pytest.skip("the facade of this release passes no channel_id on, and so no group")
+    facade = object.__new__(facade_class)
+    vars(facade).update(_runtime=machine.pool(ONESHOT, object()), _island_rs=None)
+    facade.prepare_channels(["a"], replay_group="g")
+    with facade.capture(1, channel_id="b", replay_group="g"):
+        pass
+    with facade.transient_captures(), facade.capture(1, channel_id="c"):
+        pass
+    assert [channel.freed for channel in machine.channels] == [False, True]
+    facade.release(["a", "b"])
+    assert machine.alive() == []

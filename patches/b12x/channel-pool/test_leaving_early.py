@@ -6,6 +6,7 @@ Both ranks end, the pool is as it was, and a second try works. The children are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,14 @@ def scenario_close(rank: Rank) -> None:
     frees_itself(rank, lambda pool, _: pool.close())
 
 
+def scenario_a_scope_of_its_own(rank: Rank) -> None:
+    """Nothing fails, and one rank is within a scope of a pool that the other has no part in."""
+    own = rank.machine.factory_pool(rank.kind).transient_captures() if rank.rank else nullcontext()
+    with rank.error("ended"), own, rank.pool.transient_captures():
+        rank.pool.prepare_channels(["a"])
+    rank.log["alive"] = len(rank.machine.alive())
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Logs]:
     return run_ranks(Path(__file__), tmp_path_factory.mktemp("ranks"))
@@ -220,3 +229,9 @@ def test_where_the_peer_is_elsewhere(runs: dict[str, Logs], kind: str, scenario:
     assert logs[1]["left"] == "Leave: leave me"
     assert "leave me" in logs[0]["left"]
     assert [(log["alive"], log["retry"]) for log in logs] == [(0, 0)] * 2
+
+
+def test_a_scope_of_its_own(runs: dict[str, Logs], kind: str) -> None:
+    logs = runs[f"a_scope_of_its_own-{kind}"]
+    require_ended(logs)
+    assert [(log["ended"], log["alive"]) for log in logs] == [(None, 0)] * 2
