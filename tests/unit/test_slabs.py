@@ -43,5 +43,5 @@ def test_every_shape_is_in_the_spec() -> None:
 
 def test_a_python_without_what_it_takes_is_an_error(tmp_path: Path) -> None:
     """There is no b12x on the path."""
-    with pytest.raises(NeaptideError, match="sizes could not be computed.*wanted a Python with torch"):
+    with pytest.raises(NeaptideError, match=r"sizes could not be computed.*wanted a Python with torch"):
         command._child(tmp_path, Path(sys.executable))

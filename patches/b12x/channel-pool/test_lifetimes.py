@@ -103,7 +103,8 @@ def test_a_rollback_keeps_a_groups_channel_and_drops_who_joined(machine: Machine
 
 def test_what_is_no_checkpoint_of_this_pool_is_refused(machine: Machine, pool: Any, kind: str) -> None:
     pool.prepare_channels(["a", "b"])
-    for wrong in ((), (0, {}, {}), (3, {}), (-1, {}), (3, {}, {}, set())):
+    wrongs: tuple[Any, ...] = ((), (0, {}, {}), (3, {}), (-1, {}), (3, {}, {}, set()))
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="checkpoint"):
             pool.rollback_channels(wrong)
     require_sound(machine, pool)

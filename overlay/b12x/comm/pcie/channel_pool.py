@@ -27,7 +27,7 @@ from .channel_rules import (
     normalized_group,
 )
 
-# Pools whose transient captures are open in this process, outermost first: alike on all ranks.
+# Pools whose transient captures are open in this process, outermost first.
 _open_scopes: list[Any] = []
 
 
@@ -55,7 +55,7 @@ class ChannelPool:
     _capture_channel_stack: list[Any]
     _replay_groups: dict[str, str]
 
-    _released: bool = False
+    _released: set[str] | None = None
 
     _seams: ClassVar[Any] = None
     _owner: ClassVar[str] = ""
@@ -134,6 +134,8 @@ class ChannelPool:
         catalog = self._catalog()
         channel = None if group is None else catalog.channel_of_group(group)
         catalog.add(name, group, self._new_channel(None) if channel is None else channel)
+        if self._released is not None:
+            self._released.discard(name)
 
     # Which channel a call gets
 
@@ -179,10 +181,12 @@ class ChannelPool:
     def _single(self, channel_id: str | None) -> Any:
         channel = self._channels.get(0)
         if channel is None:
-            if self._channel_factory is not None:
-                channel = self._new_channel(None)
-            else:
+            if self._channel_factory is None:
                 channel = self._logical_channels[self._seams._SINGLE_CHANNEL_ID]
+            elif self._seams._is_current_stream_capturing(self.device):
+                raise self._nothing_to_reuse()
+            else:
+                channel = self._new_channel(None)
             self._channels[0] = channel
         return channel
 
@@ -206,14 +210,18 @@ class ChannelPool:
     def _made(self, handle: int | None, key: int, capturing: bool) -> Any:
         channel = self._channels.get(key)
         if channel is None and capturing:
-            # Without a capture scope, and IPC memory cannot be allocated within a capture.
+            # Without a capture scope.
             if not self._channels:
-                raise RuntimeError(
-                    f"{self._owner} pool has no channel during CUDA graph capture; "
-                    "create or warm a channel before capture starts"
-                )
+                raise self._nothing_to_reuse()
             channel = next(iter(self._channels.values()))
         return self._new_channel(handle) if channel is None else channel
+
+    def _nothing_to_reuse(self) -> RuntimeError:
+        """IPC memory cannot be allocated within a capture."""
+        return RuntimeError(
+            f"{self._owner} pool has no channel during CUDA graph capture; "
+            "create or warm a channel before capture starts"
+        )
 
     # Capture scopes
 
@@ -241,14 +249,11 @@ class ChannelPool:
             with self._opened(self.for_stream(stream, channel_id=channel_id), stream) as channel:
                 yield channel
             return
+        name = self._prepared_for_capture(channel_id, replay_group)
         handle, key = self._key(stream)
         before = dict(self._channels)
-        if self._channel_factory is None:
-            name = self._prepared_for_capture(channel_id, replay_group)
-            channel, grouped = self._logical_channels[name], name in self._catalog().groups
-        else:
-            normalized_group(replay_group, single=False, factory=self._channel_factory)
-            channel, grouped, name = self._new_channel(handle), False, None
+        channel = self._new_channel(handle) if name is None else self._logical_channels[name]
+        grouped = name is not None and name in self._catalog().groups
         with self._lent(channel, handle) if grouped else nullcontext():
             channel._bind_stream_key(handle)
             if name is not None:
@@ -272,8 +277,11 @@ class ChannelPool:
                 if self._capture_channel_stack.pop() is not channel:
                     raise RuntimeError(f"{self._owner} capture channel stack corrupted")
 
-    def _prepared_for_capture(self, channel_id: str | None, replay_group: str | None) -> str:
-        """The id of a capture, its channel made if it had none; collective."""
+    def _prepared_for_capture(self, channel_id: str | None, replay_group: str | None) -> str | None:
+        """The id of a capture, its channel made if it had none; collective. None where a factory makes channels."""
+        if self._channel_factory is not None:
+            normalized_group(replay_group, single=False, factory=self._channel_factory)
+            return None
 
         def checked() -> tuple[str, str | None]:
             if channel_id is None:
@@ -359,10 +367,10 @@ class ChannelPool:
         self._require_open()
         if self._capture_channel_stack:
             raise RuntimeError("cannot roll back channels during capture")
-        then = Checkpoint.read(checkpoint, self._now(), released=self._released)
+        then = Checkpoint.read(checkpoint, self._now(), released=self._released is not None)
         kept = [channel for channel in self._all_channels if is_among(channel, then.channels)]
         self._close(channel for channel in self._all_channels if not is_among(channel, kept))
-        then = then.without_released(kept)
+        then = then.without_released(kept, self._released or ())
         self._all_channels, self._channels = kept, then.aliases
         self._logical_channels, self._replay_groups = then.catalog.channels, then.catalog.groups
         self._captured_channel_ids = then.captured
@@ -398,7 +406,7 @@ class ChannelPool:
         made = len([channel for channel in self._all_channels if not is_among(channel, checkpoint.channels)])
         if self._channel_factory is None:
             try:
-                others = agree_on_leaving(self._exchange, self._owner, len(_open_scopes), failed, made)
+                others = agree_on_leaving(self._exchange, self._owner, self._depth(), failed, made)
             except PeerLeft:
                 if not made:
                     self.rollback_channels(checkpoint)
@@ -409,6 +417,12 @@ class ChannelPool:
                 f"{self._owner}: what was captured was discarded, since a rank left the transient captures with an "
                 f"exception: {'; '.join(others)}"
             )
+
+    def _depth(self) -> int:
+        """Open scopes of the pools that exchange through this pool's group."""
+        return sum(
+            pool._channel_factory is None and pool.exchange_group is self.exchange_group for pool in _open_scopes
+        )
 
     def release(self, channel_ids: Sequence[str]) -> None:
         """Forget these ids, and free the channels that no other id refers to; collective.
@@ -437,7 +451,7 @@ class ChannelPool:
         self._channels = {key: channel for key, channel in self._channels.items() if not is_among(channel, unused)}
         self._catalog().remove(names)
         self._captured_channel_ids.difference_update(names)
-        self._released = True
+        self._released = (self._released or set()) | set(names)
 
     def _close(self, channels: Iterable[Any]) -> None:
         doomed = tuple(channels)

@@ -173,10 +173,19 @@ class Checkpoint(tuple[Any, ...]):
         made.bindings = None
         return made
 
-    def without_released(self, kept: Sequence[Any]) -> Checkpoint:
-        """The same moment without the channels that have been released since; ``kept`` are those that have not."""
-        gone = [channel for channel in self.channels if not is_among(channel, kept)]
-        named = {name: channel for name, channel in self.catalog.channels.items() if not is_among(channel, gone)}
+    def without_released(self, kept: Sequence[Any], released: Iterable[str]) -> Checkpoint:
+        """The same moment without what has been released since.
+
+        Args:
+            kept: the channels that are still there.
+            released: ids that have been released and not prepared again.
+        """
+        gone, dropped = [channel for channel in self.channels if not is_among(channel, kept)], set(released)
+        named = {
+            name: channel
+            for name, channel in self.catalog.channels.items()
+            if name not in dropped and not is_among(channel, gone)
+        }
         groups = {name: group for name, group in self.catalog.groups.items() if name in named}
         aliases = {key: channel for key, channel in self.aliases.items() if not is_among(channel, gone)}
         made = Checkpoint.of(self.owner, kept, aliases, Catalog(named, groups), self.captured)
