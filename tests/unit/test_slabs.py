@@ -29,6 +29,14 @@ def test_a_deployment_counts_its_channels(deployment: command.Deployment) -> Non
     assert rows[0]["variant"] == "upstream"
 
 
+@pytest.mark.parametrize(
+    ("slab", "slabs", "mib"), [(6_582_272, 4, 32), (666_624, 4, 4), (322_816, 4, 2), (2 << 20, 3, 6), (1, 1, 2)]
+)
+def test_granules_of_the_driver(slab: int, slabs: int, mib: int) -> None:
+    """The first three as an H200's free memory dropped by."""
+    assert command.driver_bytes(slab, slabs) == mib << 20
+
+
 def test_a_ring_counts_slab_and_stage() -> None:
     rows = command.ring_rows("current", sizes(100, 10), sizes(70, 1))
     assert len(rows) == 2 * len(RINGS) == 60

@@ -26,6 +26,8 @@ TARGET = "b12x"
 PINS = ("current", "r12")
 CHILD = Path(__file__).with_name("child.py")
 RING_BYTES = ("slab_bytes", "stage_bytes", "total_bytes")
+# Measured: tests/bench/results/pcie-current-h200x2.json.
+GRANULE_BYTES = 2 << 20
 Row = dict[str, Any]
 Sizes = dict[str, dict[str, int]]
 
@@ -96,7 +98,9 @@ def deployment_rows(pin: str, deployment: Deployment, upstream: Sizes, patched: 
         rows.append({
             "pin": pin, "case": deployment.name, "variant": choice.variant, "channels": choice.channels,
             "slab_bytes": sizes["slab_bytes"], "rank_data_bytes": sizes.get("rank_data_bytes", 0),
-            "total_bytes": choice.channels * channel, "condition": choice.condition,
+            "total_bytes": choice.channels * channel,
+            "driver_bytes": driver_bytes(sizes["slab_bytes"], choice.channels),
+            "condition": choice.condition,
         })  # fmt: skip
     return rows
 
@@ -116,16 +120,25 @@ def ring_rows(pin: str, upstream: Sizes, patched: Sizes) -> list[Row]:
     return rows
 
 
+def driver_bytes(slab_bytes: int, slabs: int) -> int:
+    """What an H200's driver takes for IPC slabs: whole granules for large ones, small ones share them."""
+    units, each = (slabs, slab_bytes) if slab_bytes >= GRANULE_BYTES else (1, slabs * slab_bytes)
+    return units * -(-each // GRANULE_BYTES) * GRANULE_BYTES
+
+
 def _show(rows: Sequence[Row], progress: Progress) -> None:
     def mib(value: int) -> str:
         return f"{value / MIB:.2f}"
 
     pools = [
         [r["pin"], r["case"], r["variant"], str(r["channels"]), mib(r["slab_bytes"]), mib(r["rank_data_bytes"]),
-         mib(r["total_bytes"]), r["condition"]]
+         mib(r["total_bytes"]), mib(r["driver_bytes"]), r["condition"]]
         for r in rows if "channels" in r
     ]  # fmt: skip
-    columns = ("pin", "case", "variant", "channels", "slab, MiB", "rank data, MiB", "a rank, MiB", "safe")
+    columns = (
+        "pin", "case", "variant", "channels", "slab, MiB", "rank data, MiB", "a rank, MiB",
+        "slabs in granules of 2 MiB", "safe",
+    )  # fmt: skip
     headed_table("channels", columns, pools, progress)
     pairs: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
