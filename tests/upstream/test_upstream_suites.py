@@ -7,13 +7,14 @@ causes it declares the test in ``expected_test_changes``; a declared change that
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from neaptide.cli import main
-from neaptide.series import load_series
 from real import ROOT, Trees, patches_of, run_python
 
 # Files of tests/, with the tests that pass on the pristine tree on a CPU.
@@ -33,6 +34,16 @@ B12X = {
     "r12": {"test_packaging.py": 3, "test_registry.py": 3},
 }
 SPARKINFER = {"comm/test_pcie.py": 6, "comm/test_pcie_oneshot.py": 32, "comm/test_pcie_dcp_a2a.py": 10}
+SPARKINFER_COMMIT = "de04125508c75e748016493f851e6bd4513b515b"
+# The commit of b12x 1.1.0.
+B12X_GIT_COMMIT = "89f8b9b"
+B12X_GIT = {
+    "comm/test_pcie_oneshot.py": 64,
+    "comm/test_pcie_dcp_a2a.py": 27,
+    "comm/test_pcie_ipc_lifecycle.py": 25,
+    "comm/test_pcie_preallocation_setup.py": 15,
+    "comm/test_pcie_dma_mode.py": 47,
+}
 Outcomes = dict[str, str]
 
 
@@ -70,33 +81,52 @@ def check(pristine: Path, patched: Path, files: dict[str, int], expected: set[st
     assert compare(before, after, expected) == []
 
 
-def declared(pin: str, target: str) -> set[str]:
-    return {c.id for p in patches_of(pin) if p.target == target for c in p.header.expected_test_changes}
+def declared(pin: str, target: str, files: Collection[str]) -> set[str]:
+    """Declared changes in these files, of the patches that have something to do at the pin."""
+    modules = {f"tests.{file.removesuffix('.py').replace('/', '.')}" for file in files}
+    changes = [c.id for p in patches_of(pin) if p.target == target for c in p.header.expected_test_changes]
+    return {change for change in changes if change.split("::")[0] in modules}
 
 
 def test_vllm(trees: dict[str, Trees], tmp_path: Path) -> None:
     pin = trees["current"]
-    check(pin.pristine / "vllm", pin.patched / "vllm", VLLM, declared("current", "vllm"), tmp_path)
+    check(pin.pristine / "vllm", pin.patched / "vllm", VLLM, declared("current", "vllm", VLLM), tmp_path)
 
 
 @pytest.mark.parametrize("name", sorted(B12X))
 def test_b12x(trees: dict[str, Trees], tmp_path: Path, name: str) -> None:
     pin = trees[name]
-    check(pin.pristine / "b12x", pin.patched / "b12x", B12X[name], declared(name, "b12x"), tmp_path)
+    check(pin.pristine / "b12x", pin.patched / "b12x", B12X[name], declared(name, "b12x", B12X[name]), tmp_path)
+
+
+def clone_of_sparkinfer() -> str:
+    given = os.environ.get("NEAPTIDE_SPARKINFER_CHECKOUT")
+    if not given:
+        pytest.skip("NEAPTIDE_SPARKINFER_CHECKOUT names no clone of sparkinfer (not on PyPI)")
+    return given
 
 
 def test_sparkinfer_checkout(tmp_path: Path) -> None:
     """Runs where a clone of sparkinfer is named; its commit is not on PyPI."""
-    given = os.environ.get("NEAPTIDE_SPARKINFER_CHECKOUT")
-    if not given:
-        pytest.skip("NEAPTIDE_SPARKINFER_CHECKOUT names no clone of sparkinfer (not on PyPI)")
-    commit = "de04125508c75e748016493f851e6bd4513b515b"
+    given = clone_of_sparkinfer()
     for name in ("pristine", "patched"):
         subprocess.run(["git", "clone", "-q", given, tmp_path / name], check=True)
-        subprocess.run(["git", "checkout", "-q", commit], cwd=tmp_path / name, check=True)
+        subprocess.run(["git", "checkout", "-q", SPARKINFER_COMMIT], cwd=tmp_path / name, check=True)
     assert main(["apply", "--root", str(ROOT), "--checkout", f"b12x={tmp_path / 'patched'}"]) == 0
-    expected = {c.id for p in load_series(ROOT, "b12x") for c in p.header.expected_test_changes}
+    expected = declared("sparkinfer-de04", "b12x", SPARKINFER)
     check(tmp_path / "pristine", tmp_path / "patched", SPARKINFER, expected, tmp_path)
+
+
+def test_b12x_by_the_repositorys_own_tests(trees: dict[str, Trees], tmp_path: Path) -> None:
+    """The sdists ship no tests of these modules. Runs those of the commit of 1.1.0 where a clone is named."""
+    given, pin = clone_of_sparkinfer(), trees["r12"]
+    for name, tree in (("pristine", pin.pristine / "b12x"), ("patched", pin.patched / "b12x")):
+        shutil.copytree(tree / "b12x", tmp_path / name / "b12x")
+        archive = subprocess.run(
+            ["git", "archive", B12X_GIT_COMMIT, "tests"], cwd=given, check=True, capture_output=True
+        )
+        subprocess.run(["tar", "x"], cwd=tmp_path / name, input=archive.stdout, check=True)
+    check(tmp_path / "pristine", tmp_path / "patched", B12X_GIT, declared("r12", "b12x", B12X_GIT), tmp_path)
 
 
 def test_the_comparison_finds_differences() -> None:
