@@ -70,6 +70,8 @@ def child(rank: int, folder: Path) -> None:
         outcomes[name] = {"error": error, "slabs": list(machine.slab_bytes), "other_bytes": machine.allocated}
     (folder / f"{rank}.json").write_text(json.dumps(outcomes))
     distributed.barrier()
+    # Gloo's threads do not always survive a peer that has gone.
+    os._exit(0)
 
 
 @functools.cache
