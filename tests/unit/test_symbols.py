@@ -7,6 +7,7 @@ import ast
 import pytest
 from neaptide.anchor import find
 from neaptide.edits import span_of
+from neaptide.model import Rule
 from neaptide.symbols import (
     ambiguous_part,
     find_parameter,
@@ -145,9 +146,9 @@ def f(a, b=1):
 """
 
 
-def guard_of(text: str, rule: str, *, header_only: bool = False) -> str:
+def guard_of(text: str, rule: Rule, *, header_only: bool = False, name: str = "f") -> str:
     source = Source(text)
-    symbol = find_symbol(source.tree, "f")
+    symbol = find_symbol(source.tree, name)
     assert symbol is not None
     (match,) = find(source, rule, span_of(source, symbol))
     place = statement_at(source, symbol, match.start, match.end)
@@ -222,18 +223,11 @@ CLASS = """class K(Base, key=1):
     def method(self):
         return K
 """
-NAME = {"kind": "identifier", "regex": "^K$", "inside": {"kind": "class_definition", "field": "name"}}
+NAME: Rule = {"kind": "identifier", "regex": "^K$", "inside": {"kind": "class_definition", "field": "name"}}
 
 
 def header_guard(text: str) -> str:
-    source = Source(text)
-    symbol = find_symbol(source.tree, "K")
-    assert symbol is not None
-    (match,) = find(source, NAME, span_of(source, symbol))
-    place = statement_at(source, symbol, match.start, match.end)
-    assert place is not None
-    assert place.statement is symbol
-    return site_guard(place, symbol, header_only=True)
+    return guard_of(text, NAME, header_only=True, name="K")
 
 
 def test_a_definitions_own_header_is_a_site() -> None:

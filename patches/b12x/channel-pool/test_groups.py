@@ -7,22 +7,7 @@ import inspect
 from typing import Any
 
 import pytest
-from b12x_pools import ONESHOT, POOLS, Machine, alone
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return alone(monkeypatch)
-
-
-@pytest.fixture(params=POOLS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def pool(machine: Machine, kind: str) -> Any:
-    return machine.pool(kind, object())
+from b12x_pools import ONESHOT, Machine
 
 
 def channel_of(pool: Any, name: str) -> Any:
@@ -206,7 +191,7 @@ def test_a_scope_leaves_no_alias_behind(machine: Machine, pool: Any, group: str 
 def test_a_capture_scope_is_entered_before_the_capture(machine: Machine, pool: Any) -> None:
     pool.prepare_channels(["a"])
     machine.capturing = True
-    with pytest.raises(RuntimeError, match="entered before CUDA graph capture"), pool.capture(1, channel_id="a"):
+    with pytest.raises(RuntimeError, match="enter it before capture starts"), pool.capture(1, channel_id="a"):
         pass
     assert pool._captured_channel_ids == set()
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
-from b12x_pools import A2A, EXCHANGE_SECONDS, ONESHOT, POOLS, Rank, run_ranks
+import torch.distributed as dist
+from b12x_pools import A2A, EXCHANGE_SECONDS, ONESHOT, Rank
 
 Logs = list[dict[str, Any]]
 PLACES = ("before", "in", "between", "in nested", "after")
@@ -178,14 +178,26 @@ def scenario_a_scope_of_its_own(rank: Rank) -> None:
     rank.log["alive"] = len(rank.machine.alive())
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Logs]:
-    return run_ranks(Path(__file__), tmp_path_factory.mktemp("ranks"))
+def scenario_two_groups(rank: Rank) -> None:
+    """A rank that leaves scopes of two groups could wait in one of them for a peer that waits in the other."""
+    other = rank.machine.pool(rank.kind, dist.new_group([0, 1]))
+    with rank.error("refused"), rank.pool.transient_captures():
+        rank.pool.prepare_channels(["a"])
+        with other.transient_captures():
+            rank.log["entered"] = True
+    rank.log["alive"] = len(rank.machine.alive())
+    with rank.error("one after another"):
+        for pool in (rank.pool, other):
+            with pool.transient_captures():
+                pool.prepare_channels(["a"])
+    rank.log["retry"] = len(rank.machine.alive())
 
 
-@pytest.fixture(params=POOLS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def test_scopes_of_two_groups_are_refused_on_both_ranks(runs: dict[str, Logs], kind: str) -> None:
+    for log in runs[f"two_groups-{kind}"]:
+        assert "exchanges through another group" in log["refused"]
+        assert "entered" not in log
+        assert (log["alive"], log["one after another"], log["retry"]) == (0, None, 0)
 
 
 def require_ended(logs: Logs) -> None:

@@ -6,22 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from b12x_pools import POOLS, Machine, alone, module
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return alone(monkeypatch)
-
-
-@pytest.fixture(params=POOLS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def pool(machine: Machine, kind: str) -> Any:
-    return machine.pool(kind, object())
+from b12x_pools import Machine, module
 
 
 def furnish(pool: Any) -> None:
@@ -207,3 +192,17 @@ def test_ranks_that_made_different_numbers_of_channels_free_nothing(
     answered(monkeypatch, kind, lambda state: state)
     pool.rollback_channels(given[0])
     assert state(pool) == before
+
+
+def test_an_abandoned_scope_does_not_wait_for_peers(
+    machine: Machine, pool: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collected by the garbage collector, on one rank and at any time: it may not exchange anything."""
+    scope = pool.transient_captures()
+    scope.__enter__()
+    pool.prepare_channels(["a"])
+    exchanged: list[Any] = []
+    monkeypatch.setattr(module(kind), "_broadcast_gather_object", lambda state, group: exchanged.append(state))
+    scope.gen.close()
+    assert exchanged == []
+    assert len(machine.alive()) == 1, "close() frees it"

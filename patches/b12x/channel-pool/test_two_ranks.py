@@ -5,11 +5,9 @@ The scenarios run in two child processes, both pools in one run; each of them re
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-from b12x_pools import EXCHANGE_SECONDS, POOLS, Rank, run_ranks
+from b12x_pools import EXCHANGE_SECONDS, Rank
 
 Logs = list[dict[str, Any]]
 
@@ -117,6 +115,21 @@ def scenario_rollback(rank: Rank) -> None:
     rank.log["retry transient"] = [rank.catalog(), rank.freed()]
 
 
+def scenario_none_against_one(rank: Rank) -> None:
+    """A rank that has nothing to free takes part."""
+    early = rank.pool.checkpoint_channels()
+    rank.pool.prepare_channels(["a"])
+    late = rank.pool.checkpoint_channels()
+    with rank.error("rollback"):
+        rank.pool.rollback_channels(late if rank.rank else early)
+    with rank.error("one is none"):
+        rank.pool.rollback_channels((9,) if rank.rank else early)
+    rank.log["after"] = [rank.catalog(), len(rank.machine.alive())]
+    rank.pool.rollback_channels(early)
+    rank.pool.prepare_channels(["b"])
+    rank.log["retry"] = [rank.catalog(), len(rank.machine.alive())]
+
+
 def scenario_raise_in_a_capture(rank: Rank) -> None:
     """Without transient captures: the scope ends on its own rank, and the ranks go on."""
     rank.pool.prepare_channels(["a", "b"], replay_group="g")
@@ -130,16 +143,6 @@ def scenario_raise_in_a_capture(rank: Rank) -> None:
         pass
     rank.pool.close()
     rank.log["freed"] = rank.freed()
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Logs]:
-    return run_ranks(Path(__file__), tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.fixture(params=POOLS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def require_both(logs: Logs, name: str, *parts: str) -> None:
@@ -219,3 +222,12 @@ def test_raise_in_a_capture(runs: dict[str, Logs], kind: str) -> None:
 def test_nothing_waited(runs: dict[str, Logs]) -> None:
     slow = {name: seconds for name, (log, _) in runs.items() if (seconds := log["seconds"]) >= EXCHANGE_SECONDS}
     assert slow == {}
+
+
+def test_a_rank_that_has_nothing_to_roll_back_takes_part(runs: dict[str, Logs], kind: str) -> None:
+    for log in runs[f"none_against_one-{kind}"]:
+        assert "do not free the same channels" in log["rollback"]
+        assert "invalid channel checkpoint" in log["one is none"]
+        assert log["after"] == [{"a": 0}, 1]
+        assert log["retry"] == [{"b": 1}, 1]
+        assert log["seconds"] < EXCHANGE_SECONDS

@@ -55,8 +55,6 @@ class ChannelPool:
     _capture_channel_stack: list[Any]
     _replay_groups: dict[str, str]
 
-    _released: set[str] | None = None
-
     _seams: ClassVar[Any] = None
     _owner: ClassVar[str] = ""
     _closed_message: ClassVar[str] = ""
@@ -134,8 +132,6 @@ class ChannelPool:
         catalog = self._catalog()
         channel = None if group is None else catalog.channel_of_group(group)
         catalog.add(name, group, self._new_channel(None) if channel is None else channel)
-        if self._released is not None:
-            self._released.discard(name)
 
     # Which channel a call gets
 
@@ -157,7 +153,8 @@ class ChannelPool:
         capturing = self._seams._is_current_stream_capturing(self.device)
         if capturing and self._scope_required and not self._capture_channel_stack:
             raise RuntimeError(
-                f"{self._owner}: CUDA graph capture requires an active pool.capture() graph-owned channel context"
+                f"{self._owner}: a CUDA graph is being captured outside of any capture scope; it requires an active "
+                "pool.capture()"
             )
         if self.single_channel:
             return (
@@ -193,7 +190,8 @@ class ChannelPool:
     def _named(self, channel_id: str | None, handle: int | None, key: int) -> Any:
         if channel_id is None:
             raise RuntimeError(
-                f"distributed {self._owner} eager use requires an explicit semantic channel_id shared by every rank"
+                f"{self._owner}: no channel_id; eager work in a distributed pool takes an explicit semantic "
+                "channel_id, alike on all ranks"
             )
         name = self._seams._normalize_logical_channel_id(channel_id)
         channel = self._logical_channels.get(name)
@@ -203,7 +201,7 @@ class ChannelPool:
                 "prepare_channels() on all ranks first"
             )
         if self._channels.get(key, channel) is not channel:
-            raise RuntimeError(f"CUDA stream key {key} is already bound to another logical {self._owner} channel")
+            raise RuntimeError(f"{self._owner}: stream {key} uses the channel of another id; a stream has one channel")
         channel._bind_stream_key(handle)
         return channel
 
@@ -219,8 +217,8 @@ class ChannelPool:
     def _nothing_to_reuse(self) -> RuntimeError:
         """IPC memory cannot be allocated within a capture."""
         return RuntimeError(
-            f"{self._owner} pool has no channel during CUDA graph capture; "
-            "create or warm a channel before capture starts"
+            f"{self._owner}: no channel during CUDA graph capture, and none can be made there; use the pool eagerly "
+            "once before capture starts"
         )
 
     # Capture scopes
@@ -243,7 +241,9 @@ class ChannelPool:
             RuntimeError: on every rank, if the id is missing, was captured, or differs unprepared between ranks.
         """
         if not self.single_channel and self._seams._is_current_stream_capturing(self.device):
-            raise RuntimeError(f"{self._owner} capture context must be entered before CUDA graph capture starts")
+            raise RuntimeError(
+                f"{self._owner}: the scope is entered within a CUDA graph capture; enter it before capture starts"
+            )
         if self.single_channel:
             normalized_group(replay_group, single=True, factory=self._channel_factory)
             with self._opened(self.for_stream(stream, channel_id=channel_id), stream) as channel:
@@ -275,7 +275,7 @@ class ChannelPool:
                 yield channel
             finally:
                 if self._capture_channel_stack.pop() is not channel:
-                    raise RuntimeError(f"{self._owner} capture channel stack corrupted")
+                    raise RuntimeError(f"{self._owner}: capture scopes did not end in the reverse of their order")
 
     def _prepared_for_capture(self, channel_id: str | None, replay_group: str | None) -> str | None:
         """The id of a capture, its channel made if it had none; collective. None where a factory makes channels."""
@@ -286,7 +286,8 @@ class ChannelPool:
         def checked() -> tuple[str, str | None]:
             if channel_id is None:
                 raise RuntimeError(
-                    f"distributed {self._owner} capture requires a stable semantic channel_id shared by every rank"
+                    f"{self._owner}: no channel_id; a capture in a distributed pool takes a stable semantic "
+                    "channel_id, alike on all ranks"
                 )
             name = self._seams._normalize_logical_channel_id(channel_id)
             if name in self._captured_channel_ids:
@@ -317,21 +318,22 @@ class ChannelPool:
 
     @contextmanager
     def _lent(self, channel: Any, handle: int | None) -> Iterator[None]:
-        """A group's channel, bound to a capture's stream for the scope and to what it was bound to after it.
+        """A group's channel, free for a capture's stream within the scope, and bound as before after it.
 
-        Where that is another stream, the device is waited for on both sides: eager work of two streams must not
-        meet on a channel.
+        The device is waited for where the channel was another stream's, and at the end: eager work of two streams
+        must not meet on a channel.
         """
         owner = channel._owner_stream_key
-        moved = owner is not None and handle is not None and owner != int(handle)
-        if moved:
+        if owner is not None and handle is not None and owner != int(handle):
             self._wait_for_device()
         channel._owner_stream_key = None
         try:
             yield
         finally:
-            self._wait_for_device()
-            channel._owner_stream_key = owner
+            try:
+                self._wait_for_device()
+            finally:
+                channel._owner_stream_key = owner
 
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
@@ -351,12 +353,18 @@ class ChannelPool:
         """What the pool holds now, for :meth:`rollback_channels`."""
         self._require_open()
         if self._capture_channel_stack:
-            raise RuntimeError("cannot checkpoint channels during capture")
+            raise RuntimeError("no checkpoint during capture; end all capture scopes first")
         return self._now()
 
     def _now(self) -> Checkpoint:
         catalog = self._catalog()
-        return Checkpoint.of(self, self._all_channels, self._channels, catalog, self._captured_channel_ids)
+        captured = self._captured_channel_ids
+        return Checkpoint.of(self, self._all_channels, self._channels, catalog, captured, self._release_counts())
+
+    def _release_counts(self) -> dict[str, int]:
+        """How often each id has been released."""
+        counts: dict[str, int] = self.__dict__.setdefault("_releases", {})
+        return counts
 
     def rollback_channels(self, checkpoint: tuple[Any, ...]) -> None:
         """Close the channels made since ``checkpoint``; ids, aliases and stream bindings are as they were; collective.
@@ -364,13 +372,22 @@ class ChannelPool:
         The graphs that refer to these channels have to be gone, and their work done. Nothing changes if a peer
         cannot unmap or free: call again.
         """
-        self._require_open()
-        if self._capture_channel_stack:
-            raise RuntimeError("cannot roll back channels during capture")
-        then = Checkpoint.read(checkpoint, self._now(), released=self._released is not None)
+
+        def checked() -> Checkpoint:
+            self._require_open()
+            if self._capture_channel_stack:
+                raise RuntimeError("no rollback during capture; end all capture scopes first")
+            return Checkpoint.read(checkpoint, self._now())
+
+        then = self._agreed("channel rollback validation", checked)
         kept = [channel for channel in self._all_channels if is_among(channel, then.channels)]
-        self._close(channel for channel in self._all_channels if not is_among(channel, kept))
-        then = then.without_released(kept, self._released or ())
+        self._close([channel for channel in self._all_channels if not is_among(channel, kept)], always=True)
+        self._restore(then)
+
+    def _restore(self, then: Checkpoint) -> None:
+        """Ids, aliases and bindings of a checkpoint, for the channels that it had."""
+        kept = [channel for channel in self._all_channels if is_among(channel, then.channels)]
+        then = then.without_released(kept, self._now())
         self._all_channels, self._channels = kept, then.aliases
         self._logical_channels, self._replay_groups = then.catalog.channels, then.catalog.groups
         self._captured_channel_ids = then.captured
@@ -390,16 +407,35 @@ class ChannelPool:
             RuntimeError: on the other ranks, if one left with an exception.
         """
         checkpoint = self.checkpoint_channels()
+        self._require_one_group()
         failed: BaseException | None = None
         _open_scopes.append(self)
         try:
             yield checkpoint
+        except GeneratorExit:
+            # Abandoned, not left: garbage collection must not wait for peers. close() frees what was made.
+            _open_scopes.remove(self)
+            raise
         except BaseException as error:
             failed = error
             raise
         finally:
-            _open_scopes.pop()
-            self._leave(checkpoint, failed)
+            if self in _open_scopes:
+                _open_scopes.remove(self)
+                self._leave(checkpoint, failed)
+
+    def _require_one_group(self) -> None:
+        """Refuse a scope within one of another group: a rank that leaves both would wait for peers in either."""
+        for pool in _open_scopes:
+            if (
+                self._channel_factory is None is pool._channel_factory
+                and pool.exchange_group is not self.exchange_group
+            ):
+                raise RuntimeError(
+                    f"{self._owner}: transient captures within those of a pool that exchanges through another group; a "
+                    "rank that leaves both early could not reach its peers. Open them one after another, or use "
+                    "checkpoint_channels() and rollback_channels() for one of the pools"
+                )
 
     def _leave(self, checkpoint: Checkpoint, failed: BaseException | None) -> None:
         others: tuple[str, ...] = ()
@@ -409,7 +445,7 @@ class ChannelPool:
                 others = agree_on_leaving(self._exchange, self._owner, self._depth(), failed, made)
             except PeerLeft:
                 if not made:
-                    self.rollback_channels(checkpoint)
+                    self._restore(checkpoint)
                 raise
         self.rollback_channels(checkpoint)
         if others and failed is None:
@@ -437,7 +473,7 @@ class ChannelPool:
         def checked() -> tuple[str, ...]:
             self._require_open()
             if self._capture_channel_stack:
-                raise RuntimeError("cannot release channels during capture")
+                raise RuntimeError("no release during capture; end all capture scopes first")
             names = sorted({self._seams._normalize_logical_channel_id(value) for value in channel_ids})
             self._catalog().require_releasable(names, self._seams._SINGLE_CHANNEL_ID)
             return tuple(names)
@@ -446,16 +482,18 @@ class ChannelPool:
         if self._channel_factory is None:
             agree_on_release(self._exchange, self._owner, names)
         unused = self._catalog().used_only_by(names)
-        self._close(unused)
+        self._close(unused, always=True)
         self._all_channels = [channel for channel in self._all_channels if not is_among(channel, unused)]
         self._channels = {key: channel for key, channel in self._channels.items() if not is_among(channel, unused)}
         self._catalog().remove(names)
         self._captured_channel_ids.difference_update(names)
-        self._released = (self._released or set()) | set(names)
+        counts = self._release_counts()
+        counts.update({name: counts.get(name, 0) + 1 for name in names})
 
-    def _close(self, channels: Iterable[Any]) -> None:
+    def _close(self, channels: Iterable[Any], *, always: bool = False) -> None:
+        """Free channels; collective, also for none with ``always``."""
         doomed = tuple(channels)
-        if doomed and self._channel_factory is None:
+        if (doomed or always) and self._channel_factory is None:
             agree_on_closing(self._exchange, self._owner, len(doomed))
         self._seams._coordinated_close_channels(doomed, exchange_group=self.exchange_group, device=self.device)
 

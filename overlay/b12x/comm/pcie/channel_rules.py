@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # A rank that leaves a scope early meets peers in at most this many other exchanges of the pool.
-_LEAVE_ATTEMPTS = 64
+_LEAVE_ATTEMPTS = 4096
 _LEAVING = "leaving transient captures"
 Exchange = Callable[[object], Sequence[object]]
 
@@ -117,6 +117,7 @@ class Checkpoint(tuple[Any, ...]):
         captured: ids of captured graphs.
         bindings: the stream that each channel was bound to; None if that is not known.
         owner: the pool.
+        releases: how often each id had been released.
     """
 
     channels: tuple[Any, ...]
@@ -125,41 +126,49 @@ class Checkpoint(tuple[Any, ...]):
     captured: set[str]
     bindings: tuple[int | None, ...] | None
     owner: Any
+    releases: dict[str, int]
 
     @classmethod
     def of(
-        cls, owner: Any, channels: Sequence[Any], aliases: Mapping[int, Any], catalog: Catalog, captured: Iterable[str]
+        cls,
+        owner: Any,
+        channels: Sequence[Any],
+        aliases: Mapping[int, Any],
+        catalog: Catalog,
+        captured: Iterable[str],
+        releases: Mapping[str, int],
     ) -> Checkpoint:
         made = cls((len(channels), dict(aliases), dict(catalog.channels), set(captured)))
         made.owner, made.channels, made.aliases = owner, tuple(channels), dict(aliases)
         made.catalog = Catalog(dict(catalog.channels), dict(catalog.groups))
-        made.captured = set(captured)
+        made.captured, made.releases = set(captured), dict(releases)
         made.bindings = tuple(getattr(channel, "_owner_stream_key", None) for channel in channels)
         return made
 
     @classmethod
-    def read(cls, given: tuple[Any, ...], now: Checkpoint, *, released: bool) -> Checkpoint:
+    def read(cls, given: tuple[Any, ...], now: Checkpoint) -> Checkpoint:
         """A checkpoint of any release: of 2 values (channels and aliases only) or of 4.
 
         Args:
             now: the pool as it is.
-            released: whether channels have been released from the pool: numbers do not say which remain.
 
         Raises:
             ValueError: another shape, another pool, more channels than the pool has, or a plain tuple after a release.
         """
         if isinstance(given, Checkpoint):
             if given.owner is not now.owner:
-                raise ValueError("channel checkpoint does not belong to this pool")
+                raise ValueError("the checkpoint is of another pool; wanted one that this pool gave")
             return given
         if len(given) not in (2, 4):
             raise ValueError(f"invalid channel checkpoint: {len(given)} values; wanted what checkpoint_channels() gave")
         count, aliases = given[:2]
         if not 0 <= count <= len(now.channels):
             raise ValueError(
-                f"channel checkpoint does not belong to this pool: {count} channels then, {len(now.channels)} now"
+                f"the checkpoint is of another pool or of a later moment: {count} channels then, "
+                f"{len(now.channels)} now"
             )
-        if released:
+        # Numbers do not say which channels remain.
+        if now.releases:
             raise ValueError(
                 "a plain channel checkpoint does not say which channels it means once some have been released; "
                 "wanted the object that checkpoint_channels() gave"
@@ -168,19 +177,20 @@ class Checkpoint(tuple[Any, ...]):
         named, captured = given[2:] if len(given) == 4 else (now.catalog.channels, now.captured)
         kept = {name: channel for name, channel in named.items() if not is_among(channel, gone)}
         groups = {name: group for name, group in now.catalog.groups.items() if name in kept}
-        made = cls.of(now.owner, now.channels[:count], aliases, Catalog(kept, groups), captured)
+        made = cls.of(now.owner, now.channels[:count], aliases, Catalog(kept, groups), captured, now.releases)
         made.captured -= set(named) - set(kept)
         made.bindings = None
         return made
 
-    def without_released(self, kept: Sequence[Any], released: Iterable[str]) -> Checkpoint:
-        """The same moment without what has been released since.
+    def without_released(self, kept: Sequence[Any], now: Checkpoint) -> Checkpoint:
+        """The same moment without what has been released since, prepared again or not.
 
         Args:
             kept: the channels that are still there.
-            released: ids that have been released and not prepared again.
+            now: the pool as it is.
         """
-        gone, dropped = [channel for channel in self.channels if not is_among(channel, kept)], set(released)
+        gone = [channel for channel in self.channels if not is_among(channel, kept)]
+        dropped = {name for name, count in now.releases.items() if count != self.releases.get(name, 0)}
         named = {
             name: channel
             for name, channel in self.catalog.channels.items()
@@ -188,7 +198,7 @@ class Checkpoint(tuple[Any, ...]):
         }
         groups = {name: group for name, group in self.catalog.groups.items() if name in named}
         aliases = {key: channel for key, channel in self.aliases.items() if not is_among(channel, gone)}
-        made = Checkpoint.of(self.owner, kept, aliases, Catalog(named, groups), self.captured)
+        made = Checkpoint.of(self.owner, kept, aliases, Catalog(named, groups), self.captured, now.releases)
         made.captured -= set(self.catalog.channels) - set(named)
         if self.bindings is not None:
             bound = zip(self.channels, self.bindings, strict=True)

@@ -19,6 +19,8 @@ TP4_REMOTE_BYTES = 32 * 6144 * 2
 TP2_REMOTE_BYTES = 32 * 4096 * 2
 # Widest payload of the plain TP2 push; its records are twice as wide, for the epoch that travels with the data.
 TP2_PLAIN_BYTES = 512 * 4096 * 2
+# All ranks' payload of the pair gather with Kimi's top-k: 3,584 BF16 and 896 FP32.
+KIMI_BYTES = 3584 * 2 + 896 * 4
 SHARDED_MODES = ("stage_remote_push", "stage_tp8_owner", "stage_push")
 
 
@@ -31,8 +33,9 @@ def a2a_staged_bytes(
 ) -> int:
     """Bytes that one operation of a DCP exchange stages in a slot, without the LSE.
 
-    A reduce-scatter stages all heads of ``head_dim``; a gather stages this rank's heads of ``query_head_dim``; a gather
-    of a pair stages ``query_head_dim`` bytes a row, which is never more than that.
+    A reduce-scatter stages all heads of ``head_dim``; a gather stages this rank's heads of ``query_head_dim``; a
+    gather of a pair stages ``query_head_dim`` bytes a row, which is never more than that. The pair gather with Kimi's
+    top-k has a payload of its own, which newer releases do not check: it keeps what upstream's slot has for it.
 
     Args:
         max_batch_size: rows.
@@ -40,12 +43,14 @@ def a2a_staged_bytes(
         head_dim, query_head_dim: elements of 2 bytes; the latter defaults to the former.
 
     Returns:
-        A multiple of 256.
+        A multiple of 256, never more than upstream's.
     """
     query = head_dim if query_head_dim is None else query_head_dim
+    upstream = max_batch_size * total_heads * max(head_dim, query) * 2
     reduce_scatter = max_batch_size * total_heads * head_dim * 2
     gather = max_batch_size * (total_heads // world_size) * query * 2
-    return align(max(reduce_scatter, gather, max_batch_size * query))
+    kimi = min(upstream, -(-KIMI_BYTES // world_size))
+    return align(max(reduce_scatter, gather, max_batch_size * query, kimi))
 
 
 def a2a_slab_bytes(signal_bytes: int, staged_bytes: int, max_batch_size: int, total_heads: int) -> int:
@@ -54,14 +59,16 @@ def a2a_slab_bytes(signal_bytes: int, staged_bytes: int, max_batch_size: int, to
 
 
 def owned_a2a_bytes(runtime: Any) -> int:
-    """The slab that a live DCP channel owns; 0 for none.
+    """What a live DCP channel holds: two slots, and the signals in front of them where the slab is its own.
 
     Args:
-        runtime: a channel; its first staging slot lies behind the signals.
+        runtime: a channel, or None.
     """
-    slot = int(getattr(runtime, "_slot_bytes", 0))
-    signals, staging = getattr(runtime, "_signal_ptrs", ()), getattr(runtime, "_staging0_ptrs", ())
-    return 2 * slot + (int(staging[0]) - int(signals[0]) if slot and signals and staging else 0)
+    slots = 2 * int(getattr(runtime, "_slot_bytes", 0))
+    if not getattr(runtime, "_owned_buffers", ()):
+        return slots
+    rank = int(runtime.rank)
+    return slots + int(runtime._staging0_ptrs[rank]) - int(runtime._signal_ptrs[rank])
 
 
 def eager_shard_bytes(world_size: int, policy: Sequence[bool], eager_bytes: int) -> int:
@@ -82,12 +89,17 @@ def eager_shard_bytes(world_size: int, policy: Sequence[bool], eager_bytes: int)
         widest = TP2_REMOTE_BYTES
     else:
         return 0
-    return align(min(widest, eager_bytes), PACK_BYTES)
+    return min(widest, eager_bytes) // PACK_BYTES * PACK_BYTES
 
 
 def eager_region_bytes(world_size: int, policy: Sequence[bool], eager_bytes: int) -> int:
-    """The part of a oneshot slot that pull and fused transports use: one payload, or the shards."""
-    return align(max(eager_bytes, world_size * eager_shard_bytes(world_size, policy, eager_bytes)))
+    """The part of a oneshot slot that pull and fused transports use: one payload, or the shards.
+
+    A multiple of 16, as payloads are, and never more than ``eager_bytes`` times upstream's shards: a slot that a
+    caller made to upstream's size holds it.
+    """
+    shards = world_size * eager_shard_bytes(world_size, policy, eager_bytes)
+    return max(eager_bytes // PACK_BYTES * PACK_BYTES, shards)
 
 
 def incoming_packs(eager_bytes: int | None) -> int:
@@ -98,7 +110,7 @@ def incoming_packs(eager_bytes: int | None) -> int:
 def eager_slot_bytes(world_size: int, policy: Sequence[bool], eager_bytes: int) -> int:
     """A oneshot staging slot; a multiple of 256. Upstream multiplies ``eager_bytes`` by the number of shards."""
     incoming = 2 * PACK_BYTES * incoming_packs(eager_bytes) if world_size == 2 and policy[2] else 0
-    return eager_region_bytes(world_size, policy, eager_bytes) + align(incoming)
+    return align(eager_region_bytes(world_size, policy, eager_bytes) + incoming)
 
 
 def eager_slab_bytes(signal_bytes: int, slot_bytes: int) -> int:
