@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
-from neaptide.cli import main
 from real import ROOT
 
 MIB = 1 << 20
@@ -17,10 +16,10 @@ DMA = [(world, mode) for world in (2, 4, 8) for mode in ("ag", "i8", "mx", "ring
 
 @pytest.fixture(scope="module")
 def rows() -> dict[tuple[str, str, str], dict[str, Any]]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert main(["slabs", "--json", "--root", str(ROOT)]) == 0
-    return {(row["pin"], row["case"], row["variant"]): row for row in json.loads(out.getvalue())["rows"]}
+    command = [sys.executable, "-m", "neaptide", "slabs", "--json", "--root", str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {(row["pin"], row["case"], row["variant"]): row for row in json.loads(done.stdout)["rows"]}
 
 
 @pytest.mark.parametrize("pin", ["current", "r12"])
