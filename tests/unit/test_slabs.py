@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from neaptide.errors import NeaptideError
+from neaptide.output import Progress
+from neaptide.session import Options
 from neaptide.slabs import command
 from neaptide.slabs.cases import DEPLOYMENTS, RINGS, as_spec
 
@@ -53,3 +57,19 @@ def test_a_python_without_what_it_takes_is_an_error(tmp_path: Path) -> None:
     """There is no b12x on the path."""
     with pytest.raises(NeaptideError, match=r"sizes could not be computed.*wanted a Python with torch"):
         command._child(tmp_path, Path(sys.executable))
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"pin": "sparkinfer-de04"}, "pin 'sparkinfer-de04'; wanted one of current, r12"),
+        ({"targets": ("vllm",)}, "target 'vllm'; wanted b12x"),
+        ({"python": Path("/nowhere/python")}, "no program /nowhere/python; wanted a Python with torch"),
+    ],
+)
+def test_a_bad_call_is_refused_before_anything_is_fetched(
+    options: dict[str, Any], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_sizes_at", lambda *given: pytest.fail("went on"))
+    with pytest.raises(NeaptideError, match=re.escape(found)):
+        command.run(Options(root=tmp_path, build=tmp_path, **options), Progress())

@@ -39,6 +39,7 @@ def add_options(sub: argparse.ArgumentParser) -> None:
 
 def run(options: Options, progress: Progress) -> tuple[ExitCode, dict[str, Any]]:
     """Sizes of every shape at the chosen pin, or at all pins that have PCIe pools with named channels."""
+    _check(options)
     rows: list[Row] = []
     for pin in [options.pin] if options.pin else PINS:
         upstream, patched = _sizes_at(replace(options, pin=pin, targets=(TARGET,), dry_run=True), progress)
@@ -46,6 +47,20 @@ def run(options: Options, progress: Progress) -> tuple[ExitCode, dict[str, Any]]
         rows += ring_rows(pin, upstream, patched)
     _show(rows, progress)
     return ExitCode.DONE, {"command": "neaptide slabs", "rows": rows, "schema_version": 1}
+
+
+def _check(options: Options) -> None:
+    """Refuse a pin whose pools have no named channels, another target, and a Python that is none."""
+    if options.pin not in (None, *PINS):
+        raise _refuse(f"pin {options.pin!r}", f"one of {', '.join(PINS)}", "Leave --pin out for both.")
+    if options.targets not in ((), (TARGET,)):
+        raise _refuse(f"target {options.targets[0]!r}", TARGET, "Leave --target out.")
+    if options.python is not None and not os.access(options.python, os.X_OK):
+        raise _refuse(f"no program {options.python}", "a Python with torch", "Check the path.")
+
+
+def _refuse(found: str, wanted: str, todo: str) -> NeaptideError:
+    return NeaptideError(found, wanted=wanted, todo=todo, where="slabs")
 
 
 def _sizes_at(options: Options, progress: Progress) -> tuple[Sizes, Sizes]:
@@ -78,10 +93,11 @@ def _child(tree: Path, python: Path | None) -> Sizes:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if not result.is_file():
-            raise NeaptideError(
+            raise _refuse(
                 f"sizes could not be computed: {(done.stderr.strip() or 'no output').splitlines()[-1]}",
-                wanted="a Python with torch and what b12x imports", todo="Name one with --python.", where="slabs",
-            )  # fmt: skip
+                "a Python with torch and what b12x imports",
+                "Name one with --python.",
+            )
         return {_key(row["shape"]): row for row in json.loads(result.read_text())}
 
 
