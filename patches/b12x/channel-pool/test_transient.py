@@ -198,11 +198,14 @@ def test_an_abandoned_scope_does_not_wait_for_peers(
     machine: Machine, pool: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Collected by the garbage collector, on one rank and at any time: it may not exchange anything."""
-    scope = pool.transient_captures()
-    scope.__enter__()
-    pool.prepare_channels(["a"])
-    exchanged: list[Any] = []
-    monkeypatch.setattr(module(kind), "_broadcast_gather_object", lambda state, group: exchanged.append(state))
-    scope.gen.close()
-    assert exchanged == []
-    assert len(machine.alive()) == 1, "close() frees it"
+    with pool.transient_captures():
+        scope = pool.transient_captures()
+        scope.__enter__()
+        pool.prepare_channels(["a"])
+        exchanged: list[Any] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(module(kind), "_broadcast_gather_object", lambda state, group: exchanged.append(state))
+            scope.gen.close()
+        assert exchanged == []
+        assert len(machine.alive()) == 1
+    assert machine.alive() == [], "the scope around it, or close(), frees it"

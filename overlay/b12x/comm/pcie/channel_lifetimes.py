@@ -81,16 +81,13 @@ class OwnedChannels(NamedChannels):
         _open_scopes.append(self)
         try:
             yield checkpoint
-        except GeneratorExit:
-            # Abandoned, not left: garbage collection must not wait for peers. close() frees what was made.
-            _open_scopes.remove(self)
-            raise
         except BaseException as error:
             failed = error
             raise
         finally:
-            if self in _open_scopes:
-                _open_scopes.remove(self)
+            _open_scopes.remove(self)
+            # Abandoned, it is not left: garbage collection must not wait for peers. close() frees what was made.
+            if not isinstance(failed, GeneratorExit):
                 self._leave(checkpoint, failed)
 
     def _require_one_group(self) -> None:
