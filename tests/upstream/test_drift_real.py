@@ -25,7 +25,9 @@ def run(*arguments: str) -> int:
 
 SHARED, KPOOL = "model_executor/layers/sparse_attn_indexer.py", "models/glm5next/nvidia/sparse_indexer.py"
 ONESHOT = "comm/pcie/pcie_oneshot.py"
+A2A, RING = "comm/pcie/pcie_dcp_a2a.py", "comm/pcie/pcie_dma.py"
 DROP, LOGITS, RANK = "indexer-drop-previous-logits", "indexer-logits", "oneshot-rank-data"
+POOL, SLABS, DMA = "channel-pool", "exact-slabs", "dma-wire-slots"
 SWITCHES, WORKER = "neaptide-switches", "v1/worker/gpu_worker.py"
 BUILDER = "v1/attention/backends/mla/indexer.py"
 
@@ -48,7 +50,7 @@ class Change:
 
     @property
     def target(self) -> str:
-        return "b12x" if self.file == ONESHOT else "vllm"
+        return "b12x" if self.file.startswith("comm/") else "vllm"
 
     def apply(self, text: str) -> tuple[str, str]:
         """The changed text, and what was put in."""
@@ -118,6 +120,25 @@ DRIFTS = {
     "table width": Change(RANK, ONESHOT, "_MAX_RANKS", {"kind": "integer"}, "32"),
     "registering an input": Change(
         RANK, ONESHOT, REGISTER, name("list"), "tuple", "self._ext.register_buffer($$$ARGS)"
+    ),
+}
+DRIFTS |= {
+    "a method that moved to the base": Change(
+        POOL, A2A, "PCIeDCPA2APool.rollback_channels", "self._all_channels = retained", "$MATCH; checked = True"
+    ),
+    "shapes of a sharded transport": Change(
+        SLABS, ONESHOT, "_CuTeOneshotBackend._fused_topology_mode", {"kind": "integer"}, "16", "2 <= rows <= 8"
+    ),
+    "a fused launch": Change(
+        SLABS,
+        ONESHOT,
+        "PCIeOneshotAllReduce._run_prepared_fused",
+        "float(epsilon)",
+        "float(epsilon + 0)",
+        "launcher($$$ARGS)",
+    ),
+    "pieces of a ring's shard": Change(
+        DMA, RING, "PCIeDmaAllReduce._pick_pieces", {"kind": "integer", "regex": "^512$"}, "256"
     ),
 }
 MOVES = {
