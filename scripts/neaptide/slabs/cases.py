@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 DMA_MODES = ("0", "ag", "i8", "mx", "ring", "i8_ring", "mx_ring", "a2a", "i8_a2a", "mx_a2a")
-GRID_BYTES = 36 << 20
+RING_MAX_BYTES = 36 << 20
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Oneshot:
-    """A oneshot channel: ranks, widest payload in bytes, whether the default rank data is asked for."""
+    """A oneshot channel: ranks, widest payload in bytes."""
 
     world_size: int
     eager_bytes: int
@@ -90,7 +90,7 @@ DEPLOYMENTS = (
         Choice("upstream", 1, "one channel"), Choice("isolated", 1, "always"),
     )),
 )  # fmt: skip
-RINGS = tuple(Dma(world, GRID_BYTES, mode) for world in (2, 4, 8) for mode in DMA_MODES)
+RINGS = tuple(Dma(world, RING_MAX_BYTES, mode) for world in (2, 4, 8) for mode in DMA_MODES)
 
 
 def as_spec() -> dict[str, list[dict[str, Any]]]:

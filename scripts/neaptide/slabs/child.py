@@ -9,9 +9,10 @@ import importlib
 import inspect
 import json
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
 
@@ -56,30 +57,20 @@ def oneshot(shape: dict[str, Any]) -> dict[str, int]:
         _ipc=object(), _ext=object(), _signal_bytes=getattr(source, "_SIGNAL_BYTES", NATIVE_SIGNAL_BYTES["oneshot"]),
         _transport_policy=policy, _eager_storage_shards=shards, eager_buffer_bytes=eager, max_size=eager, _closed=True,
     )  # fmt: skip
-    real = source.PCIeOneshotAllReduce._allocate_shared_buffer
-    source.PCIeOneshotAllReduce._allocate_shared_buffer = staticmethod(allocate)
-    try:
+    recorded = patch.object(source.PCIeOneshotAllReduce, "_allocate_shared_buffer", staticmethod(allocate))
+    with recorded, suppress(Asked):
         pool._new_channel(None)
-    except Asked:
-        pass
-    finally:
-        source.PCIeOneshotAllReduce._allocate_shared_buffer = staticmethod(real)
     default = (
         inspect.signature(source.PCIeOneshotAllReducePool.from_exchange_group).parameters["rank_data_bytes"].default
     )
     return {"slab_bytes": asked[0], "rank_data_bytes": int(default)}
 
 
-class Recorder:
-    """torch without a device: sizes of what is made on it."""
-
-    def __init__(self) -> None:
-        self.made_bytes: list[int] = []
+class Deviceless:
+    """torch without a device: what is made on it has a size only."""
 
     def _make(self, *shape: Any, dtype: torch.dtype, **rest: Any) -> Any:
-        made = torch.empty(*shape, dtype=dtype, device="meta")
-        self.made_bytes.append(made.numel() * made.element_size())
-        return made
+        return torch.empty(*shape, dtype=dtype, device="meta")
 
     zeros = empty = _make
 
@@ -89,28 +80,25 @@ class Recorder:
 
 def dma(shape: dict[str, Any]) -> dict[str, int]:
     """A DMA ring: its slab and its stage."""
-    source, recorder, asked = module("pcie_dma"), Recorder(), []
+    source, asked = module("pcie_dma"), []
     world = shape["world_size"]
 
     def allocate(group: Any, size: int, **rest: Any) -> Any:
         asked.append(size)
         return SimpleNamespace(peer_ptrs=tuple(1 << 40 for _ in range(world)), local_ptr=1 << 40)
 
-    stand_ins = {
-        "torch": recorder, "dist": SimpleNamespace(get_rank=lambda group: 0, get_world_size=lambda group: world),
+    stand_ins: dict[str, Any] = {
+        "torch": Deviceless(), "dist": SimpleNamespace(get_rank=lambda group: 0, get_world_size=lambda group: world),
         "_normalize_device": lambda device: SimpleNamespace(type="cuda", index=0), "CudaRTLibrary": MagicMock(),
         "_load_kernels": MagicMock(), "_load_extension": MagicMock(),
         "PCIeOneshotAllReduce": SimpleNamespace(_allocate_shared_buffer=allocate),
     }  # fmt: skip
-    agreements = {
+    agreements: dict[str, Any] = {
         "_require_collective_contract": lambda **given: None,
         "_run_collective_preallocation_setup": lambda **given: given["setup"](),
     }
-    real = {name: getattr(source, name) for name in stand_ins if hasattr(source, name)}
-    vars(source).update(stand_ins)
-    # Asked for by the patched ring alone, where it needs them.
-    vars(module("pcie_oneshot")).update(agreements)
-    try:
+    # The agreements are asked for by the patched ring alone.
+    with patch.multiple(source, create=True, **stand_ins), patch.multiple(module("pcie_oneshot"), **agreements):
         ring = source.PCIeDmaAllReduce(
             exchange_group=object(),
             device="cuda:0",
@@ -118,8 +106,6 @@ def dma(shape: dict[str, Any]) -> dict[str, int]:
             fp8=shape["mode"],
             ext_module=MagicMock(),
         )
-    finally:
-        vars(source).update(real)
     stage = ring._fp8_stage
     return {"slab_bytes": asked[0], "stage_bytes": 0 if stage is None else stage.numel() * stage.element_size()}
 

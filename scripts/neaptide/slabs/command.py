@@ -46,7 +46,7 @@ def run(options: Options, progress: Progress) -> tuple[ExitCode, dict[str, Any]]
         rows += [row for d in DEPLOYMENTS for row in deployment_rows(pin, d, upstream, patched)]
         rows += ring_rows(pin, upstream, patched)
     _show(rows, progress)
-    return ExitCode.DONE, {"command": "neaptide slabs", "rows": rows, "schema_version": 1}
+    return ExitCode.DONE, {"rows": rows}
 
 
 def _check(options: Options) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks compare before a pool of PCIe channels frees anything."""
+"""What ranks compare before a pool of PCIe channels makes or frees anything."""
 
 from __future__ import annotations
 
@@ -11,33 +11,15 @@ _LEAVING = "leaving transient captures"
 Exchange = Callable[[object], Sequence[object]]
 
 
-def agree_on_release(exchange: Exchange, owner: str, names: tuple[str, ...]) -> None:
-    """Compare the ids to release.
+def require_alike(exchange: Exchange, mine: object, found: str, wanted: str) -> None:
+    """Compare an object of every rank; collective.
 
     Raises:
-        RuntimeError: on every rank, with what each rank named.
+        RuntimeError: on every rank, with what each rank has.
     """
-    mine = ("release", *names)
     everyones = exchange(mine)
     if any(other != mine for other in everyones):
-        raise RuntimeError(
-            f"{owner} channel release differs across ranks: {everyones}; every rank has to release the same ids"
-        )
-
-
-def agree_on_closing(exchange: Exchange, owner: str, channels: int) -> None:
-    """Compare how many channels are about to be freed, before a rank waits for its peers in a barrier.
-
-    Raises:
-        RuntimeError: on every rank, with what each rank was about to do.
-    """
-    mine = ("close", str(channels))
-    everyones = exchange(mine)
-    if any(other != mine for other in everyones):
-        raise RuntimeError(
-            f"{owner}: ranks do not free the same channels (by rank): {everyones}; nothing was freed, "
-            "call again together"
-        )
+        raise RuntimeError(f"{found}: {everyones}; {wanted}")
 
 
 class PeerLeft(RuntimeError):
@@ -54,7 +36,7 @@ def agree_on_leaving(
 
     Args:
         exchange: gathers an object of every rank, in lockstep.
-        depth: scopes that are open around this one, of all pools.
+        depth: scopes that are open around this one, of the pools of its exchange group.
         failed: the exception that this rank leaves with.
         made: channels that this rank made in the scope.
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from .channel_agreements import require_alike
 from .channel_rules import Catalog, normalized_group
 
 
@@ -90,13 +91,13 @@ class NamedChannels:
 
         ids, group = self._agreed("logical channel validation", checked)
         if self._channel_factory is None:
-            mine = self._catalog().state(ids, group)
-            everyones = self._exchange(mine)
-            if any(other != mine for other in everyones):
-                raise RuntimeError(
-                    f"{self._owner} logical channel preparation differs across ranks (ids, catalog and replay groups "
-                    f"by rank): {everyones}; every rank has to prepare the same ids in the same groups"
-                )
+            require_alike(
+                self._exchange,
+                self._catalog().state(ids, group),
+                f"{self._owner} logical channel preparation differs across ranks "
+                "(ids, catalog and replay groups by rank)",
+                "every rank has to prepare the same ids in the same groups",
+            )
         for name in ids:
             if name not in self._logical_channels:
                 self._add(name, group)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .channel_agreements import PeerLeft, agree_on_closing, agree_on_leaving, agree_on_release
+from .channel_agreements import PeerLeft, agree_on_leaving, require_alike
 from .channel_catalog import NamedChannels
 from .channel_rules import Checkpoint, is_among
 
-# Pools whose transient captures are open in this process, outermost first.
+# Distributed pools, of one exchange group, whose transient captures are open in this process.
 _open_scopes: list[Any] = []
 
 
@@ -49,15 +49,13 @@ class OwnedChannels(NamedChannels):
             return Checkpoint.read(checkpoint, self._now())
 
         then = self._agreed("channel rollback validation", checked)
-        kept = [channel for channel in self._all_channels if is_among(channel, then.channels)]
-        self._close([channel for channel in self._all_channels if not is_among(channel, kept)], always=True)
+        self._close([channel for channel in self._all_channels if not is_among(channel, then.channels)], always=True)
         self._restore(then)
 
     def _restore(self, then: Checkpoint) -> None:
         """Ids, aliases and bindings of a checkpoint, for the channels that it had."""
-        kept = [channel for channel in self._all_channels if is_among(channel, then.channels)]
-        then = then.without_released(kept, self._now())
-        self._all_channels, self._channels = kept, then.aliases
+        then = then.without_released(self._now())
+        self._all_channels, self._channels = list(then.channels), then.aliases
         self._logical_channels, self._replay_groups = then.catalog.channels, then.catalog.groups
         self._captured_channel_ids = then.captured
         then.restore_bindings()
@@ -76,39 +74,37 @@ class OwnedChannels(NamedChannels):
             RuntimeError: on the other ranks, if one left with an exception.
         """
         checkpoint = self.checkpoint_channels()
-        self._require_one_group()
         failed: BaseException | None = None
-        _open_scopes.append(self)
+        if self._channel_factory is None:
+            self._require_one_group()
+            _open_scopes.append(self)
         try:
             yield checkpoint
         except BaseException as error:
             failed = error
             raise
         finally:
-            _open_scopes.remove(self)
+            if self._channel_factory is None:
+                _open_scopes.remove(self)
             # Abandoned, it is not left: garbage collection must not wait for peers. close() frees what was made.
             if not isinstance(failed, GeneratorExit):
                 self._leave(checkpoint, failed)
 
     def _require_one_group(self) -> None:
         """Refuse a scope within one of another group: a rank that leaves both would wait for peers in either."""
-        for pool in _open_scopes:
-            if (
-                self._channel_factory is None is pool._channel_factory
-                and pool.exchange_group is not self.exchange_group
-            ):
-                raise RuntimeError(
-                    f"{self._owner}: transient captures within those of a pool that exchanges through another group; a "
-                    "rank that leaves both early could not reach its peers. Open them one after another, or use "
-                    "checkpoint_channels() and rollback_channels() for one of the pools"
-                )
+        if any(pool.exchange_group is not self.exchange_group for pool in _open_scopes):
+            raise RuntimeError(
+                f"{self._owner}: transient captures within those of a pool that exchanges through another group; a "
+                "rank that leaves both early could not reach its peers. Open them one after another, or use "
+                "checkpoint_channels() and rollback_channels() for one of the pools"
+            )
 
     def _leave(self, checkpoint: Checkpoint, failed: BaseException | None) -> None:
         others: tuple[str, ...] = ()
         made = len([channel for channel in self._all_channels if not is_among(channel, checkpoint.channels)])
         if self._channel_factory is None:
             try:
-                others = agree_on_leaving(self._exchange, self._owner, self._depth(), failed, made)
+                others = agree_on_leaving(self._exchange, self._owner, len(_open_scopes), failed, made)
             except PeerLeft:
                 if not made:
                     self._restore(checkpoint)
@@ -119,12 +115,6 @@ class OwnedChannels(NamedChannels):
                 f"{self._owner}: what was captured was discarded, since a rank left the transient captures with an "
                 f"exception: {'; '.join(others)}"
             )
-
-    def _depth(self) -> int:
-        """Open scopes of the pools that exchange through this pool's group."""
-        return sum(
-            pool._channel_factory is None and pool.exchange_group is self.exchange_group for pool in _open_scopes
-        )
 
     def release(self, channel_ids: Sequence[str]) -> None:
         """Forget these ids, and free the channels that no other id refers to; collective.
@@ -146,7 +136,12 @@ class OwnedChannels(NamedChannels):
 
         names = self._agreed("channel release validation", checked)
         if self._channel_factory is None:
-            agree_on_release(self._exchange, self._owner, names)
+            require_alike(
+                self._exchange,
+                ("release", *names),
+                f"{self._owner} channel release differs across ranks",
+                "every rank has to release the same ids",
+            )
         unused = self._catalog().used_only_by(names)
         self._close(unused, always=True)
         self._all_channels = [channel for channel in self._all_channels if not is_among(channel, unused)]
@@ -160,7 +155,13 @@ class OwnedChannels(NamedChannels):
         """Free channels; collective, also for none with ``always``."""
         doomed = tuple(channels)
         if (doomed or always) and self._channel_factory is None:
-            agree_on_closing(self._exchange, self._owner, len(doomed))
+            # Before a rank waits for its peers in a barrier.
+            require_alike(
+                self._exchange,
+                ("close", str(len(doomed))),
+                f"{self._owner}: ranks do not free the same channels (by rank)",
+                "nothing was freed, call again together",
+            )
         self._seams._coordinated_close_channels(doomed, exchange_group=self.exchange_group, device=self.device)
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ class Catalog:
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
-            self.channels.pop(name, None)
+            del self.channels[name]
             self.groups.pop(name, None)
 
     def clear(self) -> None:
@@ -177,13 +177,13 @@ class Checkpoint(tuple[Any, ...]):
         made.bindings = None
         return made
 
-    def without_released(self, kept: Sequence[Any], now: Checkpoint) -> Checkpoint:
+    def without_released(self, now: Checkpoint) -> Checkpoint:
         """The same moment without what has been released since, prepared again or not.
 
         Args:
-            kept: the channels that are still there.
             now: the pool as it is.
         """
+        kept = [channel for channel in self.channels if is_among(channel, now.channels)]
         gone = [channel for channel in self.channels if not is_among(channel, kept)]
         dropped = {name for name, count in now.releases.items() if count != self.releases.get(name, 0)}
         named = {
