@@ -19,13 +19,22 @@ FIXED_LOGITS_WIDTH = "VLLM_SPARSE_INDEXER_FIXED_LOGITS_WIDTH"
 LOGITS_BUDGET_MB = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
 
 # Raised when the bytes that profiling reserves change for the same settings.
-ACCOUNTING = "1"
+ACCOUNTING = "2"
 WRONG = "error: "
 
 CONSTANT_BYTES = "constant_bytes"
 FIXED_WIDTH = "fixed_width"
 UPSTREAM = "upstream"
 INDEXER_LOGITS_POLICIES = (CONSTANT_BYTES, FIXED_WIDTH, UPSTREAM)
+
+WORKSPACE_OVERFLOW = "VLLM_NEAPTIDE_WORKSPACE_OVERFLOW"
+WORKSPACE_OVERFLOW_MB = "VLLM_NEAPTIDE_WORKSPACE_OVERFLOW_MB"
+MLA_SPLITS_MB = "VLLM_NEAPTIDE_MLA_SPLITS_MB"
+PROFILE_WARMUP = "VLLM_NEAPTIDE_PROFILE_WARMUP"
+
+TRANSIENT = "transient"
+ERROR = "error"
+WORKSPACE_OVERFLOWS = (TRANSIENT, ERROR)
 
 
 def indexer_logits_policy(environment: Mapping[str, str] = os.environ) -> str:
@@ -38,12 +47,7 @@ def indexer_logits_policy(environment: Mapping[str, str] = os.environ) -> str:
     Raises:
         ValueError: another value, or two variables that contradict each other.
     """
-    named = environment.get(INDEXER_LOGITS_POLICY)
-    if named is not None and named not in INDEXER_LOGITS_POLICIES:
-        raise ValueError(
-            f"{INDEXER_LOGITS_POLICY} is {named!r}, wanted one of {', '.join(INDEXER_LOGITS_POLICIES)}; "
-            "unset it for the default."
-        )
+    named = one_of(environment, INDEXER_LOGITS_POLICY, INDEXER_LOGITS_POLICIES)
     fixed = fixed_logits_width(environment)
     if fixed is None:
         return named or CONSTANT_BYTES
@@ -71,11 +75,76 @@ def fixed_logits_width(environment: Mapping[str, str] = os.environ) -> bool | No
     return None if value is None else value == "1"
 
 
+def one_of(environment: Mapping[str, str], name: str, allowed: Sequence[str]) -> str | None:
+    """The value of a switch with few values, None if it is unset.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    value = environment.get(name)
+    if value is not None and value not in allowed:
+        raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(allowed)}; unset it for the default.")
+    return value
+
+
+def megabytes(environment: Mapping[str, str], name: str) -> int | None:
+    """A budget in MiB, 0 or more; None if it is unset.
+
+    Raises:
+        ValueError: not a whole number, or a negative one.
+    """
+    value = environment.get(name)
+    if value is not None and not (value.isascii() and value.isdigit()):
+        raise ValueError(f"{name} is {value!r}, wanted a whole number of MiB, 0 or more; unset it for the default.")
+    return None if value is None else int(value)
+
+
+def workspace_overflow(environment: Mapping[str, str] = os.environ) -> str:
+    """What a request over a locked workspace slot gets: one of :data:`WORKSPACE_OVERFLOWS`.
+
+    ``transient`` (default): an allocation of its own, within :func:`workspace_overflow_mb`.
+    ``error``: upstream's assertion.
+
+    Raises:
+        ValueError: another value.
+    """
+    return one_of(environment, WORKSPACE_OVERFLOW, WORKSPACE_OVERFLOWS) or TRANSIENT
+
+
+def workspace_overflow_mb(environment: Mapping[str, str] = os.environ) -> int:
+    """MiB that requests over locked workspace slots may hold at once (default 1,024)."""
+    found = megabytes(environment, WORKSPACE_OVERFLOW_MB)
+    return 1024 if found is None else found
+
+
+def mla_splits_mb(environment: Mapping[str, str] = os.environ) -> int | None:
+    """MiB that the split accumulators of sparse MLA attention may take in one call; 0: no bound.
+
+    None (default): as few as change no bit of an eager call, and no bound in a captured graph.
+    """
+    return megabytes(environment, MLA_SPLITS_MB)
+
+
+def profile_warmup(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether kernels are warmed up before the KV cache is sized, too: ``1`` (default) or ``0``.
+
+    Raises:
+        ValueError: another value.
+    """
+    return one_of(environment, PROFILE_WARMUP, ("0", "1")) != "0"
+
+
 VARIABLES: dict[str, Callable[[], Any]] = {
     INDEXER_LOGITS_POLICY: indexer_logits_policy,
     FIXED_LOGITS_WIDTH: fixed_logits_width,
+    WORKSPACE_OVERFLOW: workspace_overflow,
+    WORKSPACE_OVERFLOW_MB: workspace_overflow_mb,
+    MLA_SPLITS_MB: mla_splits_mb,
+    PROFILE_WARMUP: profile_warmup,
 }
 NAMES = frozenset(VARIABLES)
+# What decides whether ranks enter collectives of the whole world: also alike across data-parallel replicas.
+TOGETHER = (PROFILE_WARMUP,)
 
 
 def current_values() -> dict[str, str]:
@@ -116,11 +185,11 @@ def check_ranks_agree(parallel_config: Any) -> None:
 
     Collective over the world group, on the CPU. Every rank takes part whatever its own values are, so
     that a wrong value is an error on all of them and not a hang on the others. Ranks of different
-    data-parallel replicas follow no plan together and may differ. Workers that join a running engine are not
-    compared: the running ones do not take part.
+    data-parallel replicas follow no plan together and may differ, but for :data:`TOGETHER`. Workers that join a running
+    engine are not compared: the running ones do not take part.
 
     Raises:
-        ValueError: a wrong value, or values that differ within a replica.
+        ValueError: a wrong value, or values that differ within a replica or, of :data:`TOGETHER`, in the world.
     """
     import torch
     from vllm import envs
@@ -133,7 +202,9 @@ def check_ranks_agree(parallel_config: Any) -> None:
     if world.world_size > 1:
         everyone = [None] * world.world_size
         torch.distributed.all_gather_object(everyone, (replica, current_values()), group=world.cpu_group)
+    all_ranks = [values for _, values in everyone]
     mine = [values for of, values in everyone if of == replica]
-    wrong = wrong_value([values for _, values in everyone]) or disagreement(mine)
+    together = [{name: v[name] for name in TOGETHER if name in v} for v in all_ranks]
+    wrong = wrong_value(all_ranks) or disagreement(together) or disagreement(mine)
     if wrong is not None:
         raise ValueError(wrong)

@@ -21,6 +21,10 @@ FIXED = "VLLM_SPARSE_INDEXER_FIXED_LOGITS_WIDTH"
 BUDGET = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
 JOINING = "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"
 POLICIES = ("constant_bytes", "fixed_width", "upstream")
+OVERFLOW = "VLLM_NEAPTIDE_WORKSPACE_OVERFLOW"
+WARMUP = "VLLM_NEAPTIDE_PROFILE_WARMUP"
+BUDGETS = {"VLLM_NEAPTIDE_WORKSPACE_OVERFLOW_MB": 1024, "VLLM_NEAPTIDE_MLA_SPLITS_MB": None}
+ALL = {POLICY, FIXED, OVERFLOW, WARMUP, *BUDGETS}
 # What each of two ranks has set.
 SCENARIOS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "default": ({}, {}),
@@ -28,6 +32,7 @@ SCENARIOS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "policy": ({POLICY: "upstream"}, {POLICY: "fixed_width"}),
     "budget": ({BUDGET: "512"}, {BUDGET: "256"}),
     "replicas": ({BUDGET: "512"}, {BUDGET: "256"}),
+    "replicas-warm-up": ({WARMUP: "0"}, {}),
     "joining": ({POLICY: "upstream", JOINING: "1"}, {POLICY: "fixed_width", JOINING: "1"}),
     "garbage-on-0": ({POLICY: "garbage"}, {POLICY: "upstream"}),
     "garbage-on-1": ({}, {FIXED: "garbage"}),
@@ -51,7 +56,7 @@ vllm.distributed.get_world_group = lambda: group
 said = {}
 for name, environments in scenarios.items():
     os.environ.update(environments[rank])
-    parallel_config = SimpleNamespace(data_parallel_rank=rank if name == "replicas" else 0)
+    parallel_config = SimpleNamespace(data_parallel_rank=rank if name.startswith("replicas") else 0)
     try:
         said[name] = neaptide_switches.check_ranks_agree(parallel_config) or "agreed"
     except ValueError as error:
@@ -70,7 +75,7 @@ def switches() -> Any:
 def envs(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) -> Any:
     """``vllm.envs`` under an environment in which no other switch is set."""
     module = importlib.import_module("vllm.envs")
-    for name in (POLICY, FIXED, BUDGET):
+    for name in (*ALL, BUDGET):
         # A test that set the attribute itself may have left it behind.
         monkeypatch.delitem(vars(module), name, raising=False)
         monkeypatch.delenv(name, raising=False)
@@ -126,10 +131,35 @@ def test_fixed_width(environment: dict[str, str], wanted: bool | None, monkeypat
     assert getattr(envs(monkeypatch, environment), FIXED) is wanted
 
 
+@pytest.mark.parametrize("name", sorted(BUDGETS))
+def test_a_budget_is_a_whole_number_of_mib(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert getattr(envs(monkeypatch, {}), name) == BUDGETS[name]
+    assert getattr(envs(monkeypatch, {name: "0"}), name) == 0
+    assert getattr(envs(monkeypatch, {name: "64"}), name) == 64
+    for value in ("", "-1", "1.5", "1e3", "many", "1_0", " 1"):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}"):
+            getattr(envs(monkeypatch, {name: value}), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "others", "wrong"),
+    [(OVERFLOW, "transient", {"error": "error"}, ("", "off", "ERROR")), (WARMUP, True, {"0": False}, ("", "2", "yes"))],
+)
+def test_a_switch_of_few_values(
+    name: str, default: object, others: dict[str, object], wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert getattr(envs(monkeypatch, {}), name) == default
+    for value, meant in others.items():
+        assert getattr(envs(monkeypatch, {name: value}), name) == meant
+    for value in wrong:
+        with pytest.raises(ValueError, match=f"{name} is {value!r}"):
+            getattr(envs(monkeypatch, {name: value}), name)
+
+
 def test_vllm_knows_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """In its table, by which it validates names and chooses what Ray workers get."""
     module = envs(monkeypatch, {})
-    assert {POLICY, FIXED} == switches().NAMES
+    assert switches().NAMES == ALL
     assert set(module.environment_variables) >= switches().NAMES
     copied = importlib.import_module("vllm.ray.ray_env").get_env_vars_to_copy()
     assert copied >= switches().NAMES
@@ -153,7 +183,7 @@ def test_the_compile_hash_leaves_the_switches_out(environment: dict[str, str], m
 def test_values_of_this_process_have_the_budget_and_errors_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     envs(monkeypatch, {POLICY: "garbage", BUDGET: "256"})
     found = switches().current_values()
-    assert set(found) == {POLICY, FIXED, BUDGET, "accounting"}
+    assert set(found) == {*ALL, BUDGET, "accounting"}
     assert found[BUDGET] == "256"
     assert found[POLICY].startswith("error: ")
     assert "garbage" in found[POLICY]
@@ -190,7 +220,7 @@ def test_a_wrong_value_of_any_rank_is_found() -> None:
 @functools.cache
 def outputs() -> list[str]:
     """Output of two gloo ranks that go through the scenarios; one that does not end in time is an error."""
-    base = {name: value for name, value in os.environ.items() if name not in (POLICY, FIXED, BUDGET)}
+    base = {name: value for name, value in os.environ.items() if name not in {*ALL, BUDGET}}
     with tempfile.TemporaryDirectory() as folder:
         started = [
             subprocess.Popen(
@@ -224,6 +254,8 @@ def test_ranks_that_agree_go_on(scenario: str) -> None:
     [
         ("policy", POLICY, ["'upstream' on rank 0", "'fixed_width' on rank 1"]),
         ("budget", BUDGET, ["512 on rank 0", "256 on rank 1"]),
+        # It decides whether a rank enters collectives of the whole world.
+        ("replicas-warm-up", WARMUP, ["False on rank 0", "True on rank 1"]),
     ],
 )
 def test_ranks_that_differ_all_refuse(scenario: str, name: str, values: list[str]) -> None:

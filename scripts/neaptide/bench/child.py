@@ -64,8 +64,11 @@ def engine_arguments(spec: dict[str, Any]) -> dict[str, Any]:
     }
     if spec["graphs"] == "eager":
         arguments["enforce_eager"] = True
-    elif spec["graphs"] == "piecewise":
-        arguments["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+    compilation: dict[str, Any] = {"cudagraph_mode": "PIECEWISE"} if spec["graphs"] == "piecewise" else {}
+    if spec["capture_sizes"]:
+        compilation["cudagraph_capture_sizes"] = [1, 2, *range(4, 4 * spec["capture_sizes"] - 4, 4)]
+    if compilation:
+        arguments["compilation_config"] = compilation
     if spec["attention_backend"]:
         arguments["attention_backend"] = spec["attention_backend"]
     if spec["kv_cache_bytes"]:
@@ -136,7 +139,11 @@ def boot_terms(llm: Any) -> dict[str, Any]:
     terms = {name: getattr(worker, name, None) for name in names}
     terms["weights_bytes"] = getattr(worker.model_runner, "model_memory_usage", None)
     tokens = getattr(config.cache_config, "num_gpu_blocks", 0) or 0
+    from vllm.v1.worker import workspace
+
+    report = getattr(workspace, "workspace_report", lambda: None)()
     return {
+        "workspace": None if report is None else report.as_dict(),
         "graph_bytes_actual": ACTUAL_GRAPH_BYTES[-1] if ACTUAL_GRAPH_BYTES else None,
         "graph_bytes_estimated": getattr(worker, "cudagraph_memory_estimate", None),
         "kv_blocks": tokens,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from neaptide.bench import indexer
+from neaptide.bench import indexer, workspace
 from neaptide.bench.engine import UPSTREAM, Bench, Variant, check_model, choose_scenarios, interpreter, outcome_code
 from neaptide.bench.results import plot, show, without_steps
 from neaptide.bench.scenarios import SCENARIOS
@@ -28,14 +28,14 @@ TARGET = "vllm"
 def add_options(sub: argparse.ArgumentParser) -> None:
     """Options of ``neaptide bench engine``."""
     add = sub.add_argument
-    add("what", choices=["engine", "indexer"],
-        help="the real engine, or the sparse indexer's own functions, upstream's own against patched")  # fmt: skip
+    add("what", choices=["engine", "indexer", "workspace"],
+        help="the real engine, or functions of the indexer or the workspace, upstream against patched")  # fmt: skip
     add(
         "--case",
         action="append",
         default=[],
         metavar="CASE",
-        help="indexer: one of its cases (repeatable; default: all)",
+        help="indexer, workspace: one of its cases (repeatable; default: all)",
     )
     add("--scenario", action="append", default=[], help=f"one of {', '.join(SCENARIOS)} (repeatable; default: all)")
     add("--with", dest="patch", action="append", default=[], metavar="PATCH", help="only this patch (repeatable)")
@@ -55,12 +55,22 @@ def add_options(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, options: Options, session: Session) -> tuple[ExitCode, dict[str, Any]]:
-    """Run every scenario, or every case of the indexer, with every variant."""
-    return _run_indexer(args, options, session) if args.what == "indexer" else _run_engine(args, options, session)
+    """Run every scenario of the engine, or every case of a part of vLLM, with every variant."""
+    if args.what == "engine":
+        return _run_engine(args, options, session)
+    return _run_part(indexer if args.what == "indexer" else workspace, args, options, session)
 
 
-def _run_indexer(args: argparse.Namespace, options: Options, session: Session) -> tuple[ExitCode, dict[str, Any]]:
-    cases = indexer.choose_cases(args.case)
+def _run_part(
+    part: Any, args: argparse.Namespace, options: Options, session: Session
+) -> tuple[ExitCode, dict[str, Any]]:
+    """Run the cases of a module that has ``choose_cases``, ``measure`` and ``show``, and ``plot`` if it has curves."""
+    if args.plot and not hasattr(part, "plot"):
+        raise NeaptideError(
+            f"--plot with bench {args.what}", wanted="a bench that has curves: engine or indexer",
+            todo="Leave --plot out.", where="--plot",
+        )  # fmt: skip
+    cases = part.choose_cases(args.case)
     work = session.places(create=False)[0]
     assert isinstance(work.place, InstalledPlace)
     upstream, patched = _variants(args, session, work)[:2]
@@ -70,15 +80,15 @@ def _run_indexer(args: argparse.Namespace, options: Options, session: Session) -
             progress=session.progress, timeout_seconds=args.timeout,
         )  # fmt: skip
         bench.probe()
-        found = indexer.measure(bench, upstream, patched, cases)
+        found = part.measure(bench, upstream, patched, cases)
     result = {
         "command": _command(sys.argv[1:]), "date": datetime.date.today().isoformat(), "schema_version": 1, **found,
     }  # fmt: skip
     if args.output:
         write_bytes(args.output, encode(result))
-    indexer.show(result["rows"], session.progress)
+    part.show(result["rows"], session.progress)
     if args.plot:
-        indexer.plot(result["rows"], args.plot)
+        part.plot(result["rows"], args.plot)
     return outcome_code(result["rows"]), result
 
 

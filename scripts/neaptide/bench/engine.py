@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from neaptide.bench.models import MODELS, write_model
@@ -85,10 +86,14 @@ class Bench:
         return str(found["gpu"])
 
     def _run(
-        self, arguments: Sequence[str], first: Sequence[Path], unset: Sequence[str] = ()
-    ) -> subprocess.CompletedProcess[str]:
+        self, arguments: Sequence[str], first: Sequence[Path], unset: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         path = [*map(str, first), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-        env = {k: v for k, v in os.environ.items() if k not in unset} | {"PYTHONPATH": os.pathsep.join(path)}
+        env = {k: v for k, v in os.environ.items() if k not in unset} | {
+            "PYTHONPATH": os.pathsep.join(path),
+            **environment,
+        }
         return subprocess.run(
             [str(self.python), *arguments], env=env, capture_output=True, text=True, check=False,
             cwd=self.scratch, timeout=self.timeout_seconds,
@@ -102,12 +107,14 @@ class Bench:
         return {"outcome": "failed", "error": said} if result is None else result
 
     def child(
-        self, script: Path, spec: Mapping[str, Any], variant: Variant, unset: Sequence[str] = ()
-    ) -> tuple[dict[str, Any] | None, str]:
+        self, script: Path, spec: Mapping[str, Any], variant: Variant, unset: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[dict[str, Any] | None, str]:  # fmt: skip
         """Run ``script SPEC RESULT`` with a variant's vLLM; its result if it wrote one, and how it ended.
 
         Args:
             unset: environment variables that the child does not inherit.
+            environment: variables that it gets besides.
         """
         with tempfile.TemporaryDirectory(dir=self.scratch) as name:
             folder = Path(name)
@@ -115,7 +122,7 @@ class Bench:
             given, result = folder / "spec.json", folder / "result.json"
             given.write_text(json.dumps(spec))
             try:
-                done = self._run([str(script), str(given), str(result)], first, unset)
+                done = self._run([str(script), str(given), str(result)], first, unset, environment)
                 said = f"exit {done.returncode}: {done.stderr[-1500:]}"
             except subprocess.TimeoutExpired:
                 said = f"no end after {self.timeout_seconds} s"

@@ -74,6 +74,28 @@ COLUMNS = (
 )  # fmt: skip
 
 
+GRAPH_COLUMNS = (
+    "case", "variant", "KV tokens", "graphs estimated", "actual", "off by, MiB", "workspace lanes, MiB", "tokens out",
+)  # fmt: skip
+
+
+def graph_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """One line a row whose engine estimated its graphs: estimate, actual and what the workspace holds."""
+    out = []
+    for row in rows:
+        boot = row.get("boot", {})
+        estimated, actual = boot.get("graph_bytes_estimated"), boot.get("graph_bytes_actual")
+        if row["outcome"] != "done" or estimated is None or actual is None:
+            continue
+        base, lanes = upstream_of(row, rows), (boot.get("workspace") or {}).get("slots", [])
+        out.append([
+            row["case"], row["variant"], f"{boot['kv_tokens']:,}", f"{estimated / MIB:,.1f}", f"{actual / MIB:,.1f}",
+            f"{(estimated - actual) / MIB:+,.1f}", " / ".join(f"{s['committed_bytes'] / MIB:,.1f}" for s in lanes),
+            "" if base is None else "same" if same_outputs(row, base) else "DIFFER",
+        ])  # fmt: skip
+    return out
+
+
 def headed_table(title: str, columns: Sequence[str], lines: Sequence[list[str]], progress: Progress) -> None:
     """A table; on a pipe, its heading is the first line."""
     heading = [] if progress.console.is_terminal else [list(columns)]
@@ -82,6 +104,8 @@ def headed_table(title: str, columns: Sequence[str], lines: Sequence[list[str]],
 
 def show(rows: Sequence[Row], progress: Progress) -> None:
     headed_table("engine", COLUMNS, table_rows(rows), progress)
+    if graphs := graph_rows(rows):
+        headed_table("graphs", GRAPH_COLUMNS, graphs, progress)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -24,6 +24,7 @@ class Scenario:
         graphs: ``eager``, ``piecewise`` or ``full`` (with PIECEWISE for mixed steps).
         runner: vLLM's model runner, 1 or 2.
         kv_cache_bytes: size of the KV cache instead of a utilisation.
+        capture_sizes: graphs of every fourth token count up to four times this; none for vLLM's own choice.
         sleep_after: put the engine to sleep and wake it after this many requests.
     """
 
@@ -40,6 +41,7 @@ class Scenario:
     speculative_tokens: int = 0
     kv_cache_bytes: int | None = None
     expandable_segments: bool = False
+    capture_sizes: int | None = None
     sleep_after: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,6 +65,15 @@ _DECODE_WIDE = replace(
     requests=(Request(64, 64, count=1536),),
 )  # fmt: skip
 _MIXED = (Request(1000, 256, count=16), Request(90000, 8, count=2))
+_GRAPHS = replace(_FLASHMLA, requests=_prompts(1000, 30000))
+# Estimate against actual graph memory: both runners, every way to capture, with and without a draft.
+_ESTIMATES = tuple(
+    replace(
+        _GRAPHS, name=f"graphs-v{runner}-{graphs}{'-mtp' if draft else ''}", runner=runner, graphs=graphs,
+        speculative_tokens=draft, model="deepseek-v32-tiny-mtp" if draft else _GRAPHS.model,
+    )
+    for runner in (1, 2) for graphs in ("eager", "piecewise", "full") for draft in (0, 1)
+)  # fmt: skip
 _DECLARED = (
     LADDER,
     replace(_FLASHMLA, name="prefill-ladder-flashmla", requests=_LONG),
@@ -77,6 +88,12 @@ _DECLARED = (
     replace(_FLASHMLA, name="runner-v1", runner=1, requests=_SHORT),
     replace(_FLASHMLA, name="expandable-segments", expandable_segments=True, requests=_SHORT),
     replace(_FLASHMLA, name="kv-cache-bytes", kv_cache_bytes=8 << 30, requests=_SHORT),
+    *_ESTIMATES,
+    replace(_GRAPHS, name="graphs-64-sizes", capture_sizes=64),
+    replace(_GRAPHS, name="graphs-64-sizes-v1", capture_sizes=64, runner=1),
+    # Its split accumulators are a large transient of the first capture.
+    replace(_GRAPHS, name="graphs-transient", attention_backend="FLASH_ATTN_MLA_SPARSE"),
+    replace(_GRAPHS, name="graphs-transient-v1", attention_backend="FLASH_ATTN_MLA_SPARSE", runner=1),
     replace(_FLASHMLA, name="sleep", sleep_after=1, requests=_SHORT),
 )
 SCENARIOS: dict[str, Scenario] = {s.name: s for s in _DECLARED}

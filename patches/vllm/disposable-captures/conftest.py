@@ -1,0 +1,75 @@
+"""A process group of one rank, and participants that write down what happens to them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+class Recorder:
+    """A participant; ``events`` is shared by all that write into it."""
+
+    def __init__(self, name: str, events: list[str], *, fails: str = "") -> None:
+        self.name, self.events, self.fails = name, events, fails
+
+    def _say(self, what: str) -> None:
+        self.events.append(f"{what} {self.name}")
+        if what == self.fails:
+            raise OSError(f"{self.name} cannot {what}")
+
+    @contextmanager
+    def capture(self, stream: Any) -> Iterator[None]:
+        self._say("enter")
+        try:
+            yield
+        finally:
+            self._say("leave")
+
+    def checkpoint(self) -> None:
+        self._say("checkpoint")
+
+    def rollback(self) -> None:
+        self._say("rollback")
+
+
+@pytest.fixture(scope="session")
+def group() -> Iterator[Any]:
+    """The default group, of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def scopes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``capture_scopes`` with nothing registered."""
+    module = importlib.import_module("vllm.distributed.capture_scopes")
+    monkeypatch.setattr(module, "_registry", module._Registry())
+    return module
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happened, the device's synchronisation included."""
+    found: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *args: found.append("synchronize"))
+    return found
+
+
+@pytest.fixture
+def registered(scopes: Any, group: Any, events: list[str]) -> Callable[..., Recorder]:
+    """Makes a participant and registers it; the caller keeps it."""
+
+    def make(name: str, **options: str) -> Recorder:
+        participant = Recorder(name, events, **options)
+        scopes.register_capture_participant(participant, group)
+        return participant
+
+    return make
