@@ -29,6 +29,9 @@ for name in json.loads(sys.argv[1]):
         out.append([name, "imported", ""])
     except ModuleNotFoundError as error:
         out.append([name, "missing", error.name or str(error)])
+    except ImportError as error:
+        # A module that refuses this machine raises it itself; a name that is not there is named.
+        out.append([name, "failed" if error.name else "missing", f"{type(error).__name__}: {error}"])
     except BaseException as error:
         out.append([name, "failed", f"{type(error).__name__}: {error}"])
 print("\\nNEAPTIDE" + json.dumps(out))
