@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+# On a pristine tree test_applied.py alone fails; the others could not be set up.
+if importlib.util.find_spec("vllm.distributed.capture_scopes") is None:
+    collect_ignore_glob = ["test_[!a]*.py", "test_all_reduce.py"]
 
 
 class Recorder:
