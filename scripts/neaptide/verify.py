@@ -22,16 +22,20 @@ from neaptide.text import Source
 
 _SMOKE = """
 import importlib, json, sys
-out = []
-for name in json.loads(sys.argv[1]):
+out, touched = [], json.loads(sys.argv[1])
+for name in touched:
     try:
         importlib.import_module(name)
         out.append([name, "imported", ""])
     except ModuleNotFoundError as error:
         out.append([name, "missing", error.name or str(error)])
     except ImportError as error:
-        # A module that refuses this machine raises it itself; a name that is not there is named.
-        out.append([name, "failed" if error.name else "missing", f"{type(error).__name__}: {error}"])
+        # Raised by a module that no patch touches, and not for a name: that module does not load on this machine.
+        at = error.__traceback__
+        while at.tb_next is not None:
+            at = at.tb_next
+        own = error.name or at.tb_frame.f_globals.get("__name__") in touched
+        out.append([name, "failed" if own else "refused", f"{type(error).__name__}: {error}"])
     except BaseException as error:
         out.append([name, "failed", f"{type(error).__name__}: {error}"])
 print("\\nNEAPTIDE" + json.dumps(out))
@@ -141,6 +145,7 @@ def import_smoke(plan: Plan, place: Place, python: Path | None = None) -> Smoke:
     if failed:
         return Smoke("failed", "; ".join(failed))
     missing = [f"{n} (not installed here: {why})" for n, how, why in rows if how == "missing"]
+    missing += [f"{n} (does not load on this machine: {why})" for n, how, why in rows if how == "refused"]
     imported = [n for n, how, _ in rows if how == "imported"]
     said = [f"imported {', '.join(imported)}"] if imported else []
     said += [f"skipped {', '.join(missing)}"] if missing else []

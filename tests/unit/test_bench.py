@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from neaptide.bench.child import engine_arguments
 from neaptide.bench.engine import Bench, check_model, choose_scenarios, highest, outcome_code
 from neaptide.bench.models import MODELS, write_model
 from neaptide.bench.results import growth, table_rows, without_steps
@@ -51,6 +52,13 @@ def test_bisection_finds_the_last_that_survives(limit: int | None) -> None:
 
     assert highest(survives, 0, 10) == limit
     assert len(tried) <= 4
+
+
+@pytest.mark.parametrize("name", ["graphs-64-sizes", "graphs-64-sizes-v1"])
+def test_a_scenario_with_64_capture_sizes_has_64(name: str) -> None:
+    spec = {**SCENARIOS[name].as_dict(), "model_path": "model", "dummy_weights": True}
+    sizes = engine_arguments(spec)["compilation_config"]["cudagraph_capture_sizes"]
+    assert len(sizes) == len(set(sizes)) == SCENARIOS[name].capture_sizes == 64
 
 
 def test_scenarios_are_of_known_models_and_fit() -> None:

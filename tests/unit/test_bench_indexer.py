@@ -17,9 +17,9 @@ from neaptide.bench.indexer import (
     ladder_line,
     measure,
     plot,
-    run_child,
 )
 from neaptide.bench.indexer_cases import CASES, Decode, Ladder
+from neaptide.bench.parts import run_child
 from neaptide.errors import NeaptideError
 from neaptide.output import Progress
 
@@ -97,7 +97,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "json.dump({'rows': rows, 'device': 'none', 'versions': {}}, open(sys.argv[2], 'w'))\n"
         "sys.exit('it ended early')\n"
     )
-    monkeypatch.setattr("neaptide.bench.indexer.CHILD", child)
+    monkeypatch.setattr("neaptide.bench.parts.CHILD", child)
     for name in SWITCHES:
         monkeypatch.setenv(name, "inherited")
     return tmp_path
@@ -109,7 +109,7 @@ def bench(scratch: Path) -> Bench:
 
 def test_a_child_inherits_no_switch_and_a_lost_case_is_a_failure(stand_in: Path) -> None:
     cases = [Decode("one", 1, 1), Decode("lost", 1, 1)]
-    found = run_child(bench(stand_in), Variant("patched", {}), [None], cases)
+    found = run_child(bench(stand_in), Variant("patched", {}), cases, {"policies": [None]}, unset=SWITCHES)
     assert [row["outcome"] for row in found["rows"]] == ["done", "failed"]
     assert found["rows"][0]["seen"] == dict.fromkeys(SWITCHES)
     assert "it ended early" in found["rows"][1]["error"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from neaptide.bench.engine import Bench, Variant
+from neaptide.bench.indexer_cases import CASES as INDEXER_CASES
+from neaptide.bench.parts import CHILD
 from neaptide.bench.results import graph_rows
 from neaptide.bench.workspace import CASES, OVERFLOW, choose_cases, growth_line, lane_line, measure, overflow_line
 from neaptide.errors import NeaptideError
@@ -54,6 +57,18 @@ def test_upstream_gets_neither_a_policy_nor_what_it_does_not_have(bench: Bench) 
 def test_a_case_that_wrote_nothing_has_failed_and_says_how_it_ended(bench: Bench) -> None:
     found = measure(bench, Variant("upstream", {}), Variant("patched", {"a": b""}), choose_cases(["lanes-whole"]))
     assert [(r["outcome"], r["error"]) for r in found["rows"]] == [("failed", "exit 1: gone")] * 2
+
+
+def test_every_kind_of_case_has_a_function_in_the_child() -> None:
+    """Read, not imported: it needs a vLLM."""
+    kinds = {case.as_dict()["kind"] for case in (*CASES.values(), *INDEXER_CASES.values())}
+    main = ast.parse((CHILD / "__main__.py").read_text())
+    runs = next(ast.literal_eval(n.value) for n in main.body if isinstance(n, ast.Assign) and n.targets[0].id == "RUNS")  # type: ignore[attr-defined]
+    assert set(runs) == kinds
+    for module, function in runs.values():
+        defined = ast.parse((CHILD / f"{module}.py").read_text()).body
+        found = next(n for n in defined if isinstance(n, ast.FunctionDef) and n.name == function)
+        assert [a.arg for a in found.args.args] == ["case", "spec"]
 
 
 def test_the_sequence_of_the_issue_is_what_is_run() -> None:

@@ -34,6 +34,27 @@ def test_checkpoints_come_first_and_rollbacks_after_the_device_is_idle(
     assert len(kept) == 2
 
 
+def test_a_graph_capture_is_open_from_its_first_context_to_its_last(
+    scopes: Any, events: list[str], registered: Callable[..., Any]
+) -> None:
+    seen: list[bool] = []
+    kept = registered("a")
+
+    @contextmanager
+    def enter(stream: Any) -> Any:
+        seen.append(scopes.in_graph_capture())
+        yield
+        seen.append(scopes.in_graph_capture())
+
+    kept.capture = enter
+    assert not scopes.in_graph_capture()
+    capture(scopes, events)
+    with pytest.raises(OSError, match="in it"), scopes.captured_by_others(SimpleNamespace(stream="stream")):
+        raise OSError("in it")
+    assert seen == [True, True, True]
+    assert not scopes.in_graph_capture()
+
+
 def test_nothing_is_waited_for_without_participants(scopes: Any, events: list[str]) -> None:
     with scopes.disposable_captures():
         assert scopes.in_disposable_capture()

@@ -18,7 +18,7 @@ class Graph:
 
 @dataclass
 class Machine:
-    """Reads like ``DeviceMemory``. ``live``: what torch has allocated, by name; ``cached``: freed, but kept."""
+    """Reads like ``MemoryReader``. ``live``: what torch has allocated, by name; ``cached``: freed, but kept."""
 
     total: int = 100 << 30
     live: dict[str, int] = field(default_factory=dict)

@@ -126,13 +126,13 @@ def test_the_v1_runner_has_one_lane() -> None:
     for method in (None, *methods()):
         assert worker_lanes(configuration(method), use_v2=False) == 1
         plan = lanes().lane_plan(configuration(method), False)
-        assert (plan.num_lanes, plan.draft_lane, plan.eager_in_lane_0) == (1, 0, False)
+        assert (plan.draft_lane, plan.eager_in_lane_0) == (0, False)
 
 
 def test_eager_scratch_is_shared_unless_the_draft_is_dspark() -> None:
     for method in methods():
         plan = lanes().lane_plan(configuration(method))
-        assert plan.eager_in_lane_0 == (plan.num_lanes == 2 and method != "dspark"), method
+        assert plan.eager_in_lane_0 == (plan.draft_lane == 1 and method != "dspark"), method
 
 
 @pytest.mark.parametrize(("method", "use_v2"), [("mtp", True), ("dspark", True), ("ngram_gpu", True), ("mtp", False)])
@@ -144,7 +144,7 @@ def test_the_worker_makes_the_manager_of_the_plan(monkeypatch: pytest.MonkeyPatc
     module.Worker._init_workspace_and_model_runner(worker)
     ((args, kwargs),) = made
     plan = lanes().lane_plan(worker.vllm_config, use_v2)
-    assert (args[2], kwargs["eager_in_lane_0"]) == (plan.num_lanes, plan.eager_in_lane_0)
+    assert (args[2], kwargs["eager_in_lane_0"]) == (plan.draft_lane + 1, plan.eager_in_lane_0)
 
 
 def shared_lanes(monkeypatch: pytest.MonkeyPatch, ubatches: int = 1) -> Rig:

@@ -8,11 +8,10 @@ from typing import Any
 
 from neaptide.bench.engine import UPSTREAM, Bench, Variant
 from neaptide.bench.indexer_cases import CASES, Decode, Ladder
+from neaptide.bench.parts import add_rows, chosen_cases, run_child
 from neaptide.bench.results import MIB, headed_table, plot_bytes
-from neaptide.errors import NeaptideError
 from neaptide.output import Progress
 
-CHILD = Path(__file__).with_name("indexer_child")
 POLICY = "VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY"
 SWITCHES = (POLICY, "VLLM_SPARSE_INDEXER_FIXED_LOGITS_WIDTH")
 PATCHED_UPSTREAM = "policy upstream"
@@ -22,25 +21,7 @@ Row = dict[str, Any]
 
 def choose_cases(names: Sequence[str]) -> list[Ladder | Decode]:
     """Cases by name; all of them for none."""
-    unknown = [n for n in names if n not in CASES]
-    if unknown:
-        raise NeaptideError(
-            f"no case {unknown[0]!r}", wanted=f"one of {', '.join(CASES)}", todo="Check the spelling.",
-            where="bench indexer",
-        )  # fmt: skip
-    return [CASES[n] for n in names] or list(CASES.values())
-
-
-def run_child(
-    bench: Bench, variant: Variant, policies: Sequence[str | None], cases: Sequence[Ladder | Decode]
-) -> dict[str, Any]:
-    """Rows of all cases from one child process; what it had written when it failed, and why."""
-    spec = {"cases": [c.as_dict() for c in cases], "policies": list(policies)}
-    result, said = bench.child(CHILD, spec, variant, unset=SWITCHES)
-    found = result or {"rows": []}
-    written = {row["case"] for row in found["rows"]}
-    found["rows"] += [{"case": c.name, "outcome": "failed", "error": said} for c in cases if c.name not in written]
-    return found
+    return chosen_cases(CASES, names, "bench indexer")
 
 
 def measure(bench: Bench, upstream: Variant, patched: Variant, cases: Sequence[Ladder | Decode]) -> dict[str, Any]:
@@ -54,12 +35,9 @@ def measure(bench: Bench, upstream: Variant, patched: Variant, cases: Sequence[L
     for variant, policies, chosen in runs:
         if not chosen:
             continue
-        found = run_child(bench, variant, policies, chosen)
-        for row in found["rows"]:
-            name = variant_name(row, policies, decode=chosen is decodes)
-            result["rows"].append({"variant": name, **row})
-            bench.progress.note(f"{row['case']} {name}: {row['outcome']} {row.get('error', '')}".rstrip())
-        result |= {key: found[key] for key in ("versions", "device") if key in found}
+        found = run_child(bench, variant, chosen, {"policies": list(policies)}, unset=SWITCHES)
+        named = [{"variant": variant_name(r, policies, decode=chosen is decodes), **r} for r in found["rows"]]
+        add_rows(result, found, named, bench)
     compare_ladders(result["rows"])
     return result
 

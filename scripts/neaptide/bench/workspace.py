@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from neaptide.bench.engine import Bench, Variant
+from neaptide.bench.parts import add_rows, chosen_cases, run_child
 from neaptide.bench.results import MIB, headed_table
-from neaptide.errors import NeaptideError
 from neaptide.output import Progress
 
-CHILD = Path(__file__).with_name("workspace_child")
 OVERFLOW = "VLLM_NEAPTIDE_WORKSPACE_OVERFLOW"
 SWITCHES = (OVERFLOW, "VLLM_NEAPTIDE_WORKSPACE_OVERFLOW_MB")
 Row = dict[str, Any]
@@ -33,7 +31,7 @@ class Case:
     patched_only: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "kind": self.kind, **asdict(self)["settings"]}
+        return {"name": self.name, "kind": self.kind, **self.settings}
 
 
 _STEPS = [n * 64 * MIB for n in range(1, 17)]
@@ -55,13 +53,7 @@ CASES: dict[str, Case] = {c.name: c for c in _DECLARED}
 
 def choose_cases(names: Sequence[str]) -> list[Case]:
     """Cases by name; all of them for none."""
-    unknown = [n for n in names if n not in CASES]
-    if unknown:
-        raise NeaptideError(
-            f"no case {unknown[0]!r}", wanted=f"one of {', '.join(CASES)}", todo="Check the spelling.",
-            where="bench workspace",
-        )  # fmt: skip
-    return [CASES[n] for n in names] or list(CASES.values())
+    return chosen_cases(CASES, names, "bench workspace")
 
 
 def measure(bench: Bench, upstream: Variant, patched: Variant, cases: Sequence[Case]) -> dict[str, Any]:
@@ -73,16 +65,8 @@ def measure(bench: Bench, upstream: Variant, patched: Variant, cases: Sequence[C
             if not chosen:
                 continue
             environment = {} if policy is None else {OVERFLOW: policy}
-            found, said = bench.child(
-                CHILD, {"cases": [c.as_dict() for c in chosen]}, variant, unset=SWITCHES, environment=environment
-            )
-            rows = (found or {}).get("rows", [])
-            written = {row["case"] for row in rows}
-            rows += [{"case": c.name, "outcome": "failed", "error": said} for c in chosen if c.name not in written]
-            for row in rows:
-                result["rows"].append({"variant": variant.name, **row})
-                bench.progress.note(f"{row['case']} {variant.name}: {row['outcome']} {row.get('error', '')}".rstrip())
-            result |= {key: found[key] for key in ("versions", "device") if found and key in found}
+            found = run_child(bench, variant, chosen, unset=SWITCHES, environment=environment)
+            add_rows(result, found, [{"variant": variant.name, **row} for row in found["rows"]], bench)
     return result
 
 

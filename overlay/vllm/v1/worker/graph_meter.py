@@ -20,7 +20,7 @@ from vllm.v1.worker.graph_memory import GraphProfile, GraphSeries, Peaks, Readin
 T = TypeVar("T")
 
 
-class DeviceMemory(Protocol):
+class MemoryReader(Protocol):
     """What a meter asks of a device."""
 
     def reading(self, *, collect: bool = True) -> Reading: ...
@@ -88,7 +88,7 @@ class CaptureMeter:
         warm_up: what to run once while the minimal KV cache stands, before anything is captured; None for nothing.
     """
 
-    def __init__(self, memory: DeviceMemory, warm_up: Callable[[], None] | None = None) -> None:
+    def __init__(self, memory: MemoryReader, warm_up: Callable[[], None] | None = None) -> None:
         self._memory = memory
         self._warm_up = warm_up
         self._readings: dict[Stage, Reading] = {}

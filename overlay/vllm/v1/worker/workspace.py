@@ -25,10 +25,8 @@ nothing across calls.
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import TypeVar, cast
 
@@ -37,48 +35,29 @@ import vllm.envs as envs
 from vllm.distributed.capture_scopes import in_disposable_capture, in_graph_capture
 from vllm.logger import init_logger
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
+from vllm.v1.worker.workspace_context import current_lane, reserve_for_graphs, reserving_for_graphs, use_workspace_lane
 from vllm.v1.worker.workspace_device import DeviceMemory
 from vllm.v1.worker.workspace_layout import Spec, planned_bytes, workspace_layout
-from vllm.v1.worker.workspace_report import CallSite, SlotAccount, WorkspaceReport
+from vllm.v1.worker.workspace_overflow import Overflow, WorkspaceGrowthRefused, refuse_if_retained
+from vllm.v1.worker.workspace_persistent import PersistentResources
+from vllm.v1.worker.workspace_report import MIB, CallSite, SlotAccount, WorkspaceReport
+
+# Upstream's modules take use_workspace_lane from here.
+__all__ = [
+    "WorkspaceGrowthRefused", "WorkspaceManager", "commit_workspace", "current_workspace_manager",
+    "init_workspace_manager", "is_workspace_manager_initialized", "lock_workspace", "reserve_for_graphs",
+    "reset_workspace_manager", "unlock_workspace", "use_workspace_lane", "workspace_report",
+]  # fmt: skip
 
 logger = init_logger(__name__)
 T = TypeVar("T")
 
-_MB = 1 << 20
-
 _manager: WorkspaceManager | None = None
-_workspace_lane: ContextVar[int] = ContextVar("vllm_workspace_lane", default=0)
-_graph_reservation: ContextVar[bool] = ContextVar("vllm_workspace_graph_reservation", default=False)
 
 
-class WorkspaceGrowthRefused(RuntimeError):
-    """Storage that a captured graph holds would have to move."""
-
-
-@contextmanager
-def use_workspace_lane(lane: int) -> Iterator[None]:
-    """Requests of this execution context come from ``lane`` (0 target, 1 draft).
-
-    Raises:
-        ValueError: a negative lane.
-    """
-    if lane < 0:
-        raise ValueError(f"Workspace lane must be non-negative, got {lane}.")
-    token = _workspace_lane.set(lane)
-    try:
-        yield
-    finally:
-        _workspace_lane.reset(token)
-
-
-@contextmanager
-def reserve_for_graphs(reserves: bool) -> Iterator[None]:
-    """Requests of this context are reservations for graphs (if ``reserves``): the lane gets storage of its own."""
-    token = _graph_reservation.set(reserves)
-    try:
-        yield
-    finally:
-        _graph_reservation.reset(token)
+def _debug(text: str, *args: object) -> None:
+    if envs.VLLM_DEBUG_WORKSPACE:
+        logger.info(f"[WORKSPACE DEBUG] {text}", *args)
 
 
 class WorkspaceManager:
@@ -110,15 +89,15 @@ class WorkspaceManager:
             raise ValueError(f"num_lanes must be at least one, got {num_lanes}.")
         self._device = device
         self._memory = DeviceMemory(device, alloc_context)
-        self._num_ubatches = num_ubatches if num_ubatches is not None else 1
         self._num_lanes = num_lanes
         self._eager_in_lane_0 = eager_in_lane_0
-        self._overflow_limit_bytes = overflow_limit_bytes
-        slots = [(ubatch, lane) for ubatch in range(self._num_ubatches) for lane in range(num_lanes)]
+        self._overflow = Overflow(overflow_limit_bytes)
+        slots = [
+            (ubatch, lane) for ubatch in range(1 if num_ubatches is None else num_ubatches) for lane in range(num_lanes)
+        ]
         self._accounts = [SlotAccount(ubatch, lane) for ubatch, lane in slots]
         self._current_workspaces: list[torch.Tensor | None] = [None] * len(slots)
-        self._persistent_resources: list[dict[Hashable, object]] = [{} for _ in slots]
-        self._overflow_live_bytes = 0
+        self._persistent_resources = [PersistentResources() for _ in slots]
         self._planning = True
         self._locked = False
 
@@ -152,18 +131,15 @@ class WorkspaceManager:
         """
         self.commit()
         self._locked = True
-        report = self.report()
-        logger.debug("Workspace locked. %s", report.as_dict())
-        if envs.VLLM_DEBUG_WORKSPACE:
-            logger.info("[WORKSPACE DEBUG] Workspace locked. %s", report.line())
+        logger.debug("Workspace locked. %s", self.report().as_dict())
+        _debug("Workspace locked. %s", self.report().line())
 
     def unlock(self) -> None:
         """Allow growth again. The caller has released its graphs (elastic EP does), so none holds a slot any more."""
         self._locked = False
         for account in self._accounts:
             account.retained_by.clear()
-        if envs.VLLM_DEBUG_WORKSPACE:
-            logger.info("[WORKSPACE DEBUG] Workspace unlocked. %s", self.report().line())
+        _debug("Workspace unlocked. %s", self.report().line())
 
     def is_locked(self) -> bool:
         """Whether the slots are locked."""
@@ -175,22 +151,17 @@ class WorkspaceManager:
         return WorkspaceReport(
             self._locked,
             tuple(
-                account.report(
-                    self._workspace_size_bytes(workspace),
-                    sum(r.untyped_storage().nbytes() for r in resources.values() if isinstance(r, torch.Tensor)),
-                )
+                account.report(self._workspace_size_bytes(workspace), resources.tensor_bytes)
                 for account, workspace, resources in slots
             ),
         )
 
-    def _get_workspace_id(self) -> int:
-        return dbo_current_ubatch_id() * self._num_lanes + self._lane()
-
-    def _lane(self) -> int:
-        lane = _workspace_lane.get()
+    def _slot(self, *, own: bool = True) -> int:
+        """Index of the current ubatch's slot: the lane's own, or that of lane 0."""
+        lane = current_lane()
         if lane >= self._num_lanes:
             raise RuntimeError(f"Workspace lane {lane} is not configured; manager has {self._num_lanes} lane(s).")
-        return lane
+        return dbo_current_ubatch_id() * self._num_lanes + (lane if own else 0)
 
     def get_persistent_resource(self, key: Hashable, factory: Callable[[], T]) -> T:
         """The resource of ``key`` in the current ubatch and lane, made by ``factory`` at its first request.
@@ -202,14 +173,7 @@ class WorkspaceManager:
         Raises:
             AssertionError: a new key after the lock.
         """
-        resources = self._persistent_resources[self._get_workspace_id()]
-        if key not in resources:
-            if self._locked:
-                raise AssertionError(
-                    f"Workspace is locked but {key!r} was not allocated during warmup for the current ubatch and lane."
-                )
-            resources[key] = factory()
-        return cast(T, resources[key])
+        return self._persistent_resources[self._slot()].get(key, factory, locked=self._locked)
 
     def get_persistent(
         self,
@@ -258,73 +222,38 @@ class WorkspaceManager:
         fits = workspace is not None and workspace.numel() >= required
         if fits and self._locked:
             return cast(torch.Tensor, workspace)
-        account, site = self._accounts[index], CallSite.of(frame, _workspace_lane.get())
+        account, site = self._accounts[index], CallSite.of(frame, current_lane())
         if not fits:
             if self._locked or capturing:
                 return self._serve_overflow(index, required, site, capturing)
-            self._refuse_if_retained(index, required, site)
+            refuse_if_retained(account, self._workspace_size_bytes(workspace), required, site)
             # The old storage has to be gone before the new one is allocated.
             del workspace
             workspace = self._grow(index, required, site)
         account.note(site, required)
         if capturing and not in_disposable_capture():
-            account.note_retained(site, required)
+            account.retained_by.add(site)
         return cast(torch.Tensor, workspace)
 
     def _request_slot(self, capturing: bool) -> int:
         """The slot that serves a request of the current ubatch and lane."""
-        lane = self._lane()
-        own = capturing or in_graph_capture() or _graph_reservation.get() or not self._eager_in_lane_0
-        return dbo_current_ubatch_id() * self._num_lanes + (lane if own else 0)
+        for_graphs = capturing or in_graph_capture() or reserving_for_graphs()
+        return self._slot(own=for_graphs or not self._eager_in_lane_0)
 
     def _serve_overflow(self, index: int, required: int, site: CallSite, capturing: bool) -> torch.Tensor:
         current = self._workspace_size_bytes(self._current_workspaces[index])
-        if capturing or self._overflow_live_bytes + required > self._overflow_limit_bytes:
-            raise AssertionError(self._no_growth_text(current, required, site, capturing))
-        if self._accounts[index].note_overflow(site, required):
+        if capturing or not self._overflow.has_room(required):
+            raise AssertionError(
+                self._overflow.refusal(current, required, site, locked=self._locked, capturing=capturing)
+            )
+        account = self._accounts[index]
+        if account.note_overflow(site, required):
             logger.warning(
                 "Workspace overflow: '%s' requires %.2f MB, current size is %.2f MB (ubatch %d, lane %d). It is served "
                 "beside the slot, out of memory that no profile has reserved; more of this caller are counted only.",
-                site, required / _MB, current / _MB, self._accounts[index].ubatch, self._accounts[index].lane,
+                site, required / MIB, current / MIB, account.ubatch, account.lane,
             )  # fmt: skip
-        transient = self._memory.allocate_transient(required)
-        self._overflow_live_bytes += required
-        weakref.finalize(transient.untyped_storage(), self._overflow_gone, required).atexit = False
-        return transient
-
-    def _overflow_gone(self, size: int) -> None:
-        self._overflow_live_bytes -= size
-
-    def _no_growth_text(self, current: int, required: int, site: CallSite, capturing: bool) -> str:
-        state = "locked" if self._locked else "held by a stream capture"
-        text = (
-            f"Workspace is {state} but allocation from '{site}' requires {required / _MB:.2f} MB, "
-            f"current size is {current / _MB:.2f} MB. "
-        )
-        if capturing:
-            return text + "Workspace growth is not allowed inside a capture: its warm-up must ask for as much."
-        text += "Workspace growth is not allowed after locking."
-        if self._overflow_limit_bytes:
-            limit = self._overflow_limit_bytes / _MB
-            live = self._overflow_live_bytes / _MB
-            text += (
-                f" Overflow is served up to {limit:.0f} MB, of which {live:.2f} MB are held: raise "
-                "VLLM_NEAPTIDE_WORKSPACE_OVERFLOW_MB for more."
-            )
-        return text
-
-    def _refuse_if_retained(self, index: int, required: int, site: CallSite) -> None:
-        account = self._accounts[index]
-        if not account.retained_by:
-            return
-        holders = ", ".join(sorted({f"'{holder}'" for holder in account.retained_by}))
-        current = self._workspace_size_bytes(self._current_workspaces[index])
-        raise WorkspaceGrowthRefused(
-            f"Workspace growth refused: '{site}' requires {required / _MB:.2f} MB of ubatch {account.ubatch} lane "
-            f"{account.lane}, whose {current / _MB:.2f} MB a captured CUDA graph holds through {holders}; "
-            "moving it would leave that graph a dangling address. The size must be known before the first lasting "
-            "capture: start without --kv-cache-memory-bytes, so that the graphs are profiled first."
-        )
+        return self._overflow.allocate(self._memory, required)
 
     def _grow(self, index: int, required: int, site: CallSite) -> torch.Tensor:
         """Other storage for a slot that nothing lasting holds; only this slot, others grow at their own requests."""
@@ -338,11 +267,10 @@ class WorkspaceManager:
             self._accounts[index].growths += 1
         grown = self._memory.allocate(size)
         self._current_workspaces[index] = grown
-        if envs.VLLM_DEBUG_WORKSPACE:
-            logger.info(
-                "[WORKSPACE DEBUG] Resized workspace from '%s': %.2f MB -> %.2f MB (ubatch %d, lane %d)",
-                site, current / _MB, size / _MB, self._accounts[index].ubatch, self._accounts[index].lane,
-            )  # fmt: skip
+        _debug(
+            "Resized workspace from '%s': %.2f MB -> %.2f MB (ubatch %d, lane %d)",
+            site, current / MIB, size / MIB, self._accounts[index].ubatch, self._accounts[index].lane,
+        )  # fmt: skip
         return grown
 
 
@@ -388,7 +316,7 @@ def init_workspace_manager(
         num_lanes,
         alloc_context,
         eager_in_lane_0=eager_in_lane_0,
-        overflow_limit_bytes=envs.VLLM_NEAPTIDE_WORKSPACE_OVERFLOW_MB * _MB if transient else 0,
+        overflow_limit_bytes=envs.VLLM_NEAPTIDE_WORKSPACE_OVERFLOW_MB * MIB if transient else 0,
     )
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.v1.worker.workspace import reserve_for_graphs, use_workspace_lane
+from vllm.v1.worker.workspace_context import reserve_for_graphs, use_workspace_lane
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -21,10 +21,9 @@ WITHOUT_DRAFT_MODEL = frozenset({"ngram", "ngram_gpu", "suffix", "extract_hidden
 
 @dataclass(frozen=True)
 class LanePlan:
-    """Lanes of one ubatch.
+    """What the lanes of one ubatch hold.
 
     Attributes:
-        num_lanes: 2 with a draft model on the V2 runner, else 1.
         draft_lane: the lane that the draft loads, initialises, captures and runs in.
         eager_in_lane_0: the draft's eager scratch comes from lane 0, and lane 1 holds what graphs retain. Not for
             DSpark, whose whole lane upstream already keeps apart.
@@ -32,7 +31,6 @@ class LanePlan:
             the draft's graphs take; this is for a given KV-cache size, where nothing is profiled.
     """
 
-    num_lanes: int
     draft_lane: int
     eager_in_lane_0: bool
     builders_reserve: bool
@@ -53,13 +51,11 @@ def lane_count(speculative_config: SpeculativeConfig | None, use_v2_model_runner
 def lane_plan(vllm_config: VllmConfig, use_v2_model_runner: bool = True) -> LanePlan:
     """The lanes of a configuration; derived from it alone, so equal on all ranks."""
     speculative = vllm_config.speculative_config
-    count = lane_count(speculative, use_v2_model_runner)
-    if count == 1:
-        return LanePlan(count, TARGET_LANE, eager_in_lane_0=False, builders_reserve=False)
+    if lane_count(speculative, use_v2_model_runner) == 1:
+        return LanePlan(TARGET_LANE, eager_in_lane_0=False, builders_reserve=False)
     assert speculative is not None
     cache_config = getattr(vllm_config, "cache_config", None)
     return LanePlan(
-        count,
         DRAFT_LANE,
         eager_in_lane_0=not speculative.use_dspark(),
         builders_reserve=bool(getattr(cache_config, "kv_cache_memory_bytes", None)),

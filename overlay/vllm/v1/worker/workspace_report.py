@@ -33,7 +33,7 @@ class SlotAccount:
 
     Attributes:
         consumers: largest request of each call site, bytes.
-        retained_by: call sites whose views a captured graph holds, with the bytes of the largest view.
+        retained_by: call sites whose views a captured graph holds.
         growths: times that the storage grew after it was committed.
         overflows: requests served beside the slot after the lock, by call site: how many, and the largest in bytes.
     """
@@ -41,7 +41,7 @@ class SlotAccount:
     ubatch: int
     lane: int
     consumers: dict[CallSite, int] = field(default_factory=dict)
-    retained_by: dict[CallSite, int] = field(default_factory=dict)
+    retained_by: set[CallSite] = field(default_factory=set)
     growths: int = 0
     overflows: dict[CallSite, tuple[int, int]] = field(default_factory=dict)
 
@@ -52,9 +52,6 @@ class SlotAccount:
     def note(self, site: CallSite, required_bytes: int) -> None:
         if required_bytes > self.consumers.get(site, -1):
             self.consumers[site] = required_bytes
-
-    def note_retained(self, site: CallSite, required_bytes: int) -> None:
-        self.retained_by[site] = max(required_bytes, self.retained_by.get(site, 0))
 
     def note_overflow(self, site: CallSite, required_bytes: int) -> bool:
         """Count it; True the first time that this call site went over."""

@@ -8,7 +8,7 @@ import torch
 from workspace_managers import Graph, commit, held_bytes, new_manager, request
 
 
-def run_growth(case: dict[str, Any]) -> dict[str, Any]:
+def run_growth(case: dict[str, Any], spec: dict[str, Any]) -> list[dict[str, Any]]:
     """One sequence.
 
     ``keep_views``: every view is kept to the end of the sequence. ``captured``: ``first`` captures a graph at the first
@@ -52,7 +52,7 @@ def run_growth(case: dict[str, Any]) -> dict[str, Any]:
     views.clear()
     if graph is None:
         commit(manager)
-    return row | {"reserved_end_bytes": held_bytes() - start}
+    return [row | {"reserved_end_bytes": held_bytes() - start}]
 
 
 def _address(manager: Any) -> int | None:

@@ -129,3 +129,8 @@ class DecodeStep:
                 out[f"{name}_graph_error"] = str(error)[:300]
         out["time_ratio"] = out["tiled_seconds"] / out["untiled_seconds"]
         return out
+
+
+def run_decode(case: dict[str, Any], spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """A decode step, tiled against untiled."""
+    return [DecodeStep(case).run()]

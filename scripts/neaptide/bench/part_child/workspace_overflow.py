@@ -8,7 +8,7 @@ import torch
 from workspace_managers import Graph, commit, held_bytes, new_manager, request
 
 
-def run_overflow(case: dict[str, Any]) -> dict[str, Any]:
+def run_overflow(case: dict[str, Any], spec: dict[str, Any]) -> list[dict[str, Any]]:
     """A locked slot of ``slot_bytes``, a graph on it, then ``requests_bytes`` one after another."""
     manager = new_manager()
     request(manager, case["slot_bytes"])
@@ -17,14 +17,14 @@ def run_overflow(case: dict[str, Any]) -> dict[str, Any]:
     manager.lock()
     address, held, first = manager._current_workspaces[0].data_ptr(), held_bytes(), graph.replayed()
     outcomes = [_served(manager, size, address) for size in case["requests_bytes"]]
-    return {
+    return [{
         "requests": outcomes,
         "slot_moved": manager._current_workspaces[0].data_ptr() != address,
         "replays_equal": graph.replayed() == first,
         "held_after_bytes": held_bytes() - held,
         "in_capture": _in_capture(manager, case["requests_bytes"][0]),
         "replays_equal_at_the_end": graph.replayed() == first,
-    }
+    }]  # fmt: skip
 
 
 def _served(manager: Any, size: int, slot: int) -> str:

@@ -31,7 +31,7 @@ def prefill_specs(max_model_len: int, factor: int) -> tuple[tuple[tuple[int, ...
     return values, scales, ((RADIX_BYTES,), torch.uint8)
 
 
-def run_lanes(case: dict[str, Any]) -> dict[str, Any]:
+def run_lanes(case: dict[str, Any], spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Bytes of both lanes after profiling passes of target and draft and the capture of the draft's decode graph."""
     from vllm.v1.worker import workspace
 
@@ -51,7 +51,7 @@ def run_lanes(case: dict[str, Any]) -> dict[str, Any]:
             manager.get_simultaneous(*decode)[0].zero_()
         manager.get_simultaneous(*prefill)
     sizes = [0 if storage is None else storage.numel() for storage in manager._current_workspaces]
-    return {"lane_0_bytes": sizes[0], "lane_1_bytes": sizes[1], "reserved_end_bytes": held_bytes() - start}
+    return [{"lane_0_bytes": sizes[0], "lane_1_bytes": sizes[1], "reserved_end_bytes": held_bytes() - start}]
 
 
 def _reserving(workspace: Any, graphs_only: bool) -> Any:

@@ -63,9 +63,9 @@ class Ladder:
         }  # fmt: skip
 
 
-def run_ladder(case: dict[str, Any], policies: list[str | None]) -> list[dict[str, Any]]:
-    """A ladder under each policy: its memory, then its time, the policies in turns."""
-    ladders = [Ladder(case, policy) for policy in policies]
+def run_ladder(case: dict[str, Any], spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """A ladder under each of the spec's policies: its memory, then its time, the policies in turns."""
+    ladders = [Ladder(case, policy) for policy in spec["policies"]]
     rows = [ladder.memory() for ladder in ladders]
     times = [[ladder.climb()[0] for ladder in ladders] for _ in range(REPEATS)]
     return [{**row, "seconds": min(taken)} for row, taken in zip(rows, zip(*times, strict=True), strict=True)]
