@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -139,12 +140,11 @@ def v1_runner(machine: Machine, monkeypatch: pytest.MonkeyPatch, sizes: tuple[in
     monkeypatch.setattr(gpu_model_runner.GPUModelRunner, "_freeze_gc", staticmethod(nothing))
 
     class Layer:
-        """Its KV cache is detached by the cleanup; builders go with it."""
+        """Its KV cache goes, and the builders with it, when nobody holds the tensor any more."""
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            machine.release("kv", "builders")
-
-        kv_cache = torch.empty(0)
+        def __init__(self) -> None:
+            self.kv_cache = torch.empty(0)
+            weakref.finalize(self.kv_cache, machine.release, "kv", "builders").atexit = False
 
     def initialise() -> None:
         runner.kv_caches, runner.attn_groups = kv_caches(machine), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import MagicMock
@@ -242,3 +243,92 @@ def test_ubatches_share_within_themselves(monkeypatch: pytest.MonkeyPatch) -> No
         with rig.graph_capture():
             places += [target, rig.get(MIB, lane=1).data_ptr()]
     assert len(set(places)) == 4
+
+
+def context() -> Any:
+    return importlib.import_module("vllm.v1.worker.workspace_context")
+
+
+@pytest.mark.parametrize("piecewise", [True, False])
+def test_scratch_that_a_piecewise_graph_leaves_out_is_eager(monkeypatch: pytest.MonkeyPatch, piecewise: bool) -> None:
+    """In warm-up and capture of the draft's graph; its other ops, and every op of a FULL graph, have lane 1."""
+    rig = shared_lanes(monkeypatch)
+    attention = context().eager_break(lambda: rig.get(8 * MIB, lane=1))
+    with rig.graph_capture(), context().capturing_graphs(piecewise=piecewise):
+        rig.get(MIB, lane=1)
+        attention()
+    sizes = (8 * MIB, MIB) if piecewise else (0, 8 * MIB)
+    assert (rig.slot(0).high_water_bytes, rig.slot(1).high_water_bytes) == sizes
+    assert not context().in_eager_break()
+
+
+def test_a_break_that_is_captured_all_the_same_is_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that turns out to be in the graph never gets an address of lane 0, whatever it was taken for."""
+    rig = shared_lanes(monkeypatch)
+    rig.get(8 * MIB)
+    attention = context().eager_break(lambda: rig.get(4 * MIB, lane=1))
+    with rig.graph_capture(), context().capturing_graphs(piecewise=True):
+        attention()
+        with rig.stream_capture(), pytest.raises(AssertionError, match="inside a capture"):
+            attention()
+
+
+def test_upstream_marks_the_ops_that_it_breaks_at() -> None:
+    """Its decorator, on an op that raises, too; outside a capture of PIECEWISE graphs nothing is marked."""
+    decorate = importlib.import_module("vllm.compilation.breakable_cudagraph").eager_break_during_capture
+    seen: list[bool] = []
+
+    def op(fails: bool) -> int:
+        seen.append(context().in_eager_break())
+        if fails:
+            raise Stop
+        return 7
+
+    marked = decorate(op)
+    assert marked(False) == 7
+    with context().capturing_graphs(piecewise=True):
+        assert marked(False) == 7
+        with pytest.raises(Stop):
+            marked(True)
+        assert not context().in_eager_break()
+        with context().capturing_graphs(piecewise=False):
+            marked(False)
+    assert seen == [False, True, True, False]
+    assert marked.__name__ == "op"
+
+
+class Descriptor(SimpleNamespace):
+    """Of one graph, as a manager of the V2 runner reads it."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+@pytest.mark.parametrize("breakable", [True, False])
+def test_the_v2_runner_says_which_graphs_it_captures(monkeypatch: pytest.MonkeyPatch, breakable: bool) -> None:
+    """Upstream's loop over modes: what an op at which PIECEWISE graphs break sees, in warm-up and capture."""
+    module = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils")
+    modes = module.CUDAGraphMode
+    decorate = importlib.import_module("vllm.compilation.breakable_cudagraph").eager_break_during_capture
+    seen: list[tuple[str, bool]] = []
+    attention = decorate(lambda desc: seen.append((desc.cg_mode.name, context().in_eager_break())))
+    manager = object.__new__(module.CudaGraphManager)
+    manager.device, manager.ubatch_runner, manager.use_breakable_cg, manager.graphs = "cpu", None, breakable, {}
+    manager.vllm_config, manager.pool = SimpleNamespace(), None
+    manager._max_full_descs_to_capture = manager._capture_mem_samples = None
+    manager._capture_descs = {
+        mode: [Descriptor(num_tokens=1, num_ubatches=1, cg_mode=mode)] for mode in (modes.PIECEWISE, modes.FULL)
+    }
+    for name, stand_in in {
+        "graph_capture": lambda **_: nullcontext(),
+        "capture_pool": lambda *_: nullcontext(),
+        "is_global_first_rank": lambda: False,
+        "current_stream": lambda: None,
+    }.items():
+        monkeypatch.setattr(module, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
+    manager.capture(lambda desc, warmup: lambda mode: attention(desc))
+    assert seen == [("PIECEWISE", True)] * 2 + [("FULL", False)] * 2
+    attention(manager._capture_descs[modes.PIECEWISE][0])
+    assert seen[-1] == ("PIECEWISE", False)

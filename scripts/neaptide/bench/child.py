@@ -6,6 +6,7 @@ variant under test decides what is imported. Every figure is read from the engin
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
 import json
@@ -128,6 +129,15 @@ def memory() -> dict[str, int]:
     }
 
 
+def graph_profile(worker: Any) -> dict[str, Any] | None:
+    """What the patched worker read around its throwaway captures, and the terms that follow; None upstream."""
+    profile = getattr(worker, "graph_profile", None)
+    if profile is None:
+        return None
+    terms = ("graph_bytes", "builder_bytes", "residue_bytes", "transient_bytes", "rolled_back_bytes")
+    return {**dataclasses.asdict(profile), **{name: getattr(profile, name) for name in terms}}
+
+
 def boot_terms(llm: Any) -> dict[str, Any]:
     """What the engine decided at start-up."""
     core = llm.llm_engine.engine_core.engine_core
@@ -144,6 +154,7 @@ def boot_terms(llm: Any) -> dict[str, Any]:
     report = getattr(workspace, "workspace_report", lambda: None)()
     return {
         "workspace": None if report is None else report.as_dict(),
+        "graph_profile": graph_profile(worker),
         "graph_bytes_actual": ACTUAL_GRAPH_BYTES[-1] if ACTUAL_GRAPH_BYTES else None,
         "graph_bytes_estimated": getattr(worker, "cudagraph_memory_estimate", None),
         "kv_blocks": tokens,

@@ -18,7 +18,7 @@ own, up to ``VLLM_NEAPTIDE_WORKSPACE_OVERFLOW_MB``, that dies with its views.
 
 *Lanes* keep what the graphs of target and draft hold apart. With ``eager_in_lane_0`` a lane above 0 has storage of
 its own only for what is captured and for the warm-up of a capture; its eager requests come from lane 0 of the same
-ubatch. That is right because a step runs target and draft one after the other on one stream, and scratch holds
+ubatch, and so do those of ops that a PIECEWISE graph leaves out. That is right because a step runs target and draft one after the other on one stream, and scratch holds
 nothing across calls.
 """
 
@@ -35,7 +35,13 @@ import vllm.envs as envs
 from vllm.distributed.capture_scopes import in_disposable_capture, in_graph_capture
 from vllm.logger import init_logger
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
-from vllm.v1.worker.workspace_context import current_lane, reserve_for_graphs, reserving_for_graphs, use_workspace_lane
+from vllm.v1.worker.workspace_context import (
+    current_lane,
+    in_eager_break,
+    reserve_for_graphs,
+    reserving_for_graphs,
+    use_workspace_lane,
+)
 from vllm.v1.worker.workspace_device import DeviceMemory
 from vllm.v1.worker.workspace_layout import Spec, planned_bytes, workspace_layout
 from vllm.v1.worker.workspace_overflow import Overflow, WorkspaceGrowthRefused, refuse_if_retained
@@ -237,7 +243,7 @@ class WorkspaceManager:
 
     def _request_slot(self, capturing: bool) -> int:
         """The slot that serves a request of the current ubatch and lane."""
-        for_graphs = capturing or in_graph_capture() or reserving_for_graphs()
+        for_graphs = capturing or reserving_for_graphs() or (in_graph_capture() and not in_eager_break())
         return self._slot(own=for_graphs or not self._eager_in_lane_0)
 
     def _serve_overflow(self, index: int, required: int, site: CallSite, capturing: bool) -> torch.Tensor:
