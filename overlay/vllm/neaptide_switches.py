@@ -143,19 +143,21 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     PROFILE_WARMUP: profile_warmup,
 }
 NAMES = frozenset(VARIABLES)
+# Upstream's, which lets a rank leave the profile early.
+STARTUP_PLAN = "VLLM_ENABLE_STARTUP_PLAN"
 # What decides whether ranks enter collectives of the whole world: also alike across data-parallel replicas.
-TOGETHER = (PROFILE_WARMUP,)
+TOGETHER = (PROFILE_WARMUP, STARTUP_PLAN)
 
 
 def current_values() -> dict[str, str]:
-    """Every switch as this process sees it, and upstream's budget, which decides how work is split.
+    """Every switch as this process sees it, and those of upstream that decide what ranks do together.
 
     A value that cannot be read is the text of its error: it has to reach the other ranks, too.
     """
     from vllm import envs
 
     values = {"accounting": ACCOUNTING}
-    for name in (*sorted(NAMES), LOGITS_BUDGET_MB):
+    for name in (*sorted(NAMES), LOGITS_BUDGET_MB, STARTUP_PLAN):
         try:
             values[name] = repr(getattr(envs, name))
         except ValueError as error:

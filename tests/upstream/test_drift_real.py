@@ -30,6 +30,11 @@ DROP, LOGITS, RANK = "indexer-drop-previous-logits", "indexer-logits", "oneshot-
 POOL, SLABS, DMA = "channel-pool", "exact-slabs", "dma-wire-slots"
 SWITCHES, WORKER = "neaptide-switches", "v1/worker/gpu_worker.py"
 BUILDER = "v1/attention/backends/mla/indexer.py"
+CAPTURES, MANAGER, LANES, ESTIMATE = "disposable-captures", "workspace-manager", "workspace-lanes", "graph-estimate"
+TRANSIENTS, SPLITS = "mla-profile-transients", "mla-split-budget"
+STATE, RUNNER_V1 = "distributed/parallel_state.py", "v1/worker/gpu_model_runner.py"
+RUNNER_V2, GRAPHS_V2 = "v1/worker/gpu/model_runner.py", "v1/worker/gpu/cudagraph_utils.py"
+MLA, FA_SPARSE = "model_executor/layers/attention/mla_attention.py", "v1/attention/backends/mla/flashattn_mla_sparse.py"
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,85 @@ DRIFTS |= {
     ),
     "pieces of a ring's shard": Change(
         DMA, RING, "PCIeDmaAllReduce._pick_pieces", {"kind": "integer", "regex": "^512$"}, "256"
+    ),
+}
+DRIFTS |= {
+    "the groups of a capture": Change(
+        CAPTURES, STATE, "graph_capture", name("nullcontext"), "capture_again", {"kind": "with_statement"}
+    ),
+    "registering captured buffers": Change(
+        CAPTURES,
+        "distributed/device_communicators/custom_all_reduce.py",
+        "CustomAllreduce.capture",
+        "self.register_graph_buffers()",
+        "$MATCH and self.captured()",
+    ),
+    "V1's pool of a profile": Change(
+        CAPTURES,
+        RUNNER_V1,
+        "GPUModelRunner.profile_cudagraph_memory",
+        name("instance"),
+        "wrapper",
+        "instance.graph_pool = profiling_pool",
+    ),
+    "the whole drop-in": Change(
+        MANAGER, "v1/worker/workspace.py", "WorkspaceManager.lock", "self._locked = True", "..."
+    ),
+    "the profile run": Change(
+        MANAGER,
+        WORKER,
+        "Worker.determine_available_memory",
+        name("randomize_dummy_inputs"),
+        "eager_inputs",
+        "self.model_runner.profile_run($$$ARGS)",
+    ),
+    "how many lanes": Change(LANES, WORKER, "_num_workspace_lanes", {"kind": "integer", "regex": "^2$"}, "3"),
+    "the manager of the lanes": Change(
+        LANES,
+        WORKER,
+        "Worker._init_workspace_and_model_runner",
+        name("num_ubatches"),
+        "2 * $MATCH",
+        "init_workspace_manager($$$ARGS)",
+    ),
+    "the draft's attention": Change(
+        LANES,
+        RUNNER_V2,
+        "GPUModelRunner.initialize_kv_cache",
+        name("block_tables"),
+        "draft_tables",
+        "self.speculator.set_attn($$$ARGS)",
+    ),
+    "ops at which graphs break": Change(
+        LANES,
+        "compilation/breakable_cudagraph.py",
+        "eager_break_during_capture",
+        name("fn"),
+        "op",
+    ),
+    "the stream of a capture": Change(
+        ESTIMATE, STATE, "graph_capture", "GraphCaptureContext($STREAM)", "($MATCH, 0)[0]"
+    ),
+    "a captured graph of V2": Change(
+        ESTIMATE, GRAPHS_V2, "CudaGraphManager.capture", "self.graphs[desc] = graph", "$MATCH.keep()"
+    ),
+    "V1's sum of estimates": Change(
+        ESTIMATE,
+        RUNNER_V1,
+        "GPUModelRunner.profile_cudagraph_memory",
+        "decoder_estimate + encoder_memory_estimate",
+        "$MATCH + 0",
+    ),
+    "the dense projection of a profile": Change(
+        TRANSIENTS, MLA, "MLAAttention.forward_impl", name("v_head_dim"), "$MATCH + 0", "_ = torch.empty($$$SIZE)"
+    ),
+    "FlashAttention's call": Change(
+        SPLITS,
+        FA_SPARSE,
+        "FlashAttnMLASparseImpl._forward_mqa_kernel",
+        {"kind": "integer", "regex": "^3$"},
+        "4",
+        "flash_attn_varlen_func($$$ARGS)",
     ),
 }
 MOVES = {

@@ -83,7 +83,7 @@ def giving_up(meetings: list[Meeting], doing: str) -> Iterator[None]:
     """Tell the peers of a failure in what has to be done before this rank arrives."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         for meeting in meetings:
             meeting.give_up(f"failed {doing}: {type(error).__name__}: {error}")
         raise

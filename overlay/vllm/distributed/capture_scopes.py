@@ -182,6 +182,11 @@ def disposable_captures() -> Iterator[None]:
         except Exception as error:
             _roll_back_after(error)
             raise
+        except BaseException as error:
+            # The process ends: peers need not wait for it.
+            for group in _registry.groups():
+                _registry.meeting(group).give_up(f"left with {type(error).__name__}")
+            raise
         _roll_back("", PATIENCE_SECONDS)
     finally:
         _registry.kept = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 from graph_machine import MIB, Machine
-from vllm.v1.worker.graph_memory import GraphProfile, GraphSeries, Peaks, Reading, sampled
+from vllm.v1.worker.graph_memory import GraphProfile, GraphSeries, Peaks, Reading, sampled, sampled_by_kind
 from vllm.v1.worker.graph_meter import CaptureMeter, Stage
 
 KV, BUILDERS = 24 * MIB, 94 * MIB
@@ -45,8 +45,9 @@ def profile(engine: Engine, machine: Machine) -> GraphProfile:
     machine.allocate("kv", KV)
     machine.allocate("builders", BUILDERS)
     meter.cache_stands(KV)
-    meter.open_series(len(engine.sizes))
-    engine.capture(machine, sampled(engine.sizes), meter)
+    chosen = sampled_by_kind([None] * len(engine.sizes))
+    meter.open_series([None] * len(engine.sizes), chosen)
+    engine.capture(machine, [engine.sizes[index] for index in chosen], meter)
     meter.captures_done()
     machine.destroy_graphs()
     meter.mark(Stage.DESTROYED)
@@ -108,11 +109,31 @@ def test_upstream_samples_charge_residue_or_subtract_it() -> None:
     machine.warm_up(600 * MIB)
     meter = CaptureMeter(machine)
     meter.mark(Stage.START)
-    meter.open_series(1)
+    meter.open_series([None], [0])
     meter.before_capture()
     machine.capture(128 * MIB)
     meter.after_capture()
     assert 64 * MIB <= meter.profile().series[0].growths[0] <= 66 * MIB
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("sizes", [3, 11, 19, 35, 51, 83])
+def test_kinds_of_graphs_are_sampled_each_by_itself(sizes: int, kinds: int) -> None:
+    """With and without LoRA, say, one beside the other at every size; the later kinds cost more."""
+    of = [index % kinds for index in range(sizes * kinds)]
+    chosen = sampled_by_kind(of)
+    assert chosen == sorted(set(chosen))
+    assert [[of[i] for i in chosen].count(kind) for kind in range(kinds)] == [len(sampled(range(sizes)))] * kinds
+    machine = Machine()
+    meter = CaptureMeter(machine)
+    meter.mark(Stage.START)
+    meter.open_series(of, chosen)
+    for index in chosen:
+        meter.before_capture()
+        machine.allocate(f"graph {index}", (1 + 4 * of[index]) * MIB)
+        meter.after_capture()
+    missing = sum(1 + 4 * of[index] for index in range(len(of)) if index not in chosen)
+    assert sum(series.missing_bytes for series in meter.profile().series) == missing * MIB
 
 
 @pytest.mark.parametrize("total", [0, 1, 2, 7, 8, 9, 16, 31, 32, 33, 64, 200])

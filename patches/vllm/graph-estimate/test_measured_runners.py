@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,13 +114,12 @@ def test_a_failed_capture_is_raised_and_leaves_no_meter_open(
 
 @pytest.mark.parametrize("kind", RUNNERS)
 @pytest.mark.parametrize("wanted", [True, False])
-def test_eager_mode_measures_builders_and_warm_up_once(
+def test_eager_mode_measures_builders_and_warm_up(
     kind: str, wanted: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = RUNNERS[kind](machine, monkeypatch)
     worker, result = worker_of(runner, kind, monkeypatch, mode=CUDAGraphMode.NONE), profile_result(headroom=MIB)
     monkeypatch.setenv("VLLM_NEAPTIDE_PROFILE_WARMUP", "1" if wanted else "0")
-    graph_profile.profile_without_graphs(worker, result)
     graph_profile.profile_without_graphs(worker, result)
     assert result.total_consumed == 5 * MIB + (BUILDERS if wanted else 0)
     assert result.transient_peak_headroom == MIB
@@ -128,13 +128,39 @@ def test_eager_mode_measures_builders_and_warm_up_once(
     assert "kv" not in machine.live
 
 
-def test_encoder_graphs_alone_warm_nothing_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may be the first pipeline stage's only, and a warm-up contains collectives of all."""
+def test_encoder_graphs_alone_are_profiled_as_upstream_does(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be the first pipeline stage's only; every stage measures the rest, with collectives of all."""
     runner = v2_runner(machine, monkeypatch)
-    worker = worker_of(runner, "v2", monkeypatch, mode=CUDAGraphMode.NONE)
-    graph_profile.profile_graphs(worker, profile_result())
-    graph_profile.profile_without_graphs(worker, profile_result())
-    assert worker.warmed == []
+    runner.profile_cudagraph_memory = lambda: 7 * MIB
+    worker, result = worker_of(runner, "v2", monkeypatch, mode=CUDAGraphMode.NONE), profile_result()
+    assert graph_profile.profile_graphs(worker, result) == 7 * MIB
+    assert (worker.warmed, result.total_consumed) == ([], 5 * MIB)
+    graph_profile.profile_without_graphs(worker, result)
+    assert (worker.warmed, result.total_consumed) == ([True], 5 * MIB + BUILDERS)
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_decoder_graphs_are_not_profiled_twice(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, result = worker_of(RUNNERS[kind](machine, monkeypatch), kind, monkeypatch), profile_result()
+    graph_profile.profile_without_graphs(worker, result)
+    assert (worker.warmed, result.total_consumed) == ([], 5 * MIB)
+
+
+def test_graphs_of_one_size_are_told_apart_by_what_their_descriptors_have() -> None:
+    from vllm.forward_context import BatchDescriptor
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    fields = {field.name for of in (BatchDescriptor, BatchExecutionDescriptor) for field in dataclasses.fields(of)}
+    assert set(graph_meter.KIND) <= fields
+    graphs = [
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=size, num_reqs=size, num_active_loras=loras)
+        for size in range(35, 0, -1)
+        for loras in (0, 4)
+    ]
+    with graph_meter.measuring(graph_meter.CaptureMeter(Machine())):
+        chosen = graph_meter.graphs_to_profile(graphs, 2)
+    assert [sum(graph.num_active_loras == loras for graph in chosen) for loras in (0, 4)] == [9, 9]
+    assert chosen[:2] == graphs[:2]
 
 
 def test_the_actual_leaves_out_what_warm_ups_cached(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +197,14 @@ def test_the_line_comes_with_an_estimate_of_nothing_and_not_without_a_profile() 
     worker.cudagraph_memory_estimate = 4 * MIB
     line = graph_profile.comparison(worker, 5 * MIB)
     assert line == "CUDA graph pool memory: 5.0 MiB (actual), 4.0 MiB (estimated), difference: 1.0 MiB (20.0%)."
+
+
+def test_the_line_of_eager_mode_has_what_was_charged_alone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = worker_of(v2_runner(machine, monkeypatch), "v2", monkeypatch, mode=CUDAGraphMode.NONE)
+    graph_profile.profile_without_graphs(worker, profile_result())
+    line = graph_profile.comparison(worker, 0)
+    assert line is not None
+    assert line.startswith("Charged beside the graphs: 94.0 MiB of builder")
 
 
 def test_the_second_pass_has_the_streams_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

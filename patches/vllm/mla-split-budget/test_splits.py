@@ -142,3 +142,13 @@ def test_nothing_off_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     impl.topk_indices_buffer = torch.empty(8, 2048)
     assert splits().bounded_splits(impl, 912) == 0
     assert impl.mqa_scratch(3072) == (0, 0)
+
+
+@pytest.mark.parametrize("keys", [2048, 4096, 8192])
+@pytest.mark.parametrize("rows", [1, 64, 400, 912])
+def test_the_default_stays_with_upstreams_combine(keys: int, rows: int) -> None:
+    """It has kernels for up to 32, 64 and 128 splits; another one would be another order of sums."""
+    of = case(keys=keys)
+    wanted, own = splits().upstream_splits(of, rows), splits().own_splits(of, rows)
+    assert [count > 32 for count in (own, wanted)] in ([False] * 2, [True] * 2)
+    assert [count > 64 for count in (own, wanted)] in ([False] * 2, [True] * 2)

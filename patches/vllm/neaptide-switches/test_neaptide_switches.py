@@ -183,7 +183,7 @@ def test_the_compile_hash_leaves_the_switches_out(environment: dict[str, str], m
 def test_values_of_this_process_have_the_budget_and_errors_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     envs(monkeypatch, {POLICY: "garbage", BUDGET: "256"})
     found = switches().current_values()
-    assert set(found) == {*ALL, BUDGET, "accounting"}
+    assert set(found) == {*ALL, BUDGET, "VLLM_ENABLE_STARTUP_PLAN", "accounting"}
     assert found[BUDGET] == "256"
     assert found[POLICY].startswith("error: ")
     assert "garbage" in found[POLICY]

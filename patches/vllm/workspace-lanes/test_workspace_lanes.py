@@ -28,6 +28,10 @@ def lanes() -> Any:
     return importlib.import_module("vllm.v1.worker.workspace_lanes")
 
 
+def context() -> Any:
+    return importlib.import_module("vllm.v1.worker.workspace_context")
+
+
 def methods() -> list[str]:
     """Every name of ``SpeculativeMethod``, whose literals are nested."""
 
@@ -130,10 +134,11 @@ def test_the_v1_runner_has_one_lane() -> None:
         assert (plan.draft_lane, plan.eager_in_lane_0) == (0, False)
 
 
-def test_eager_scratch_is_shared_unless_the_draft_is_dspark() -> None:
+def test_eager_scratch_is_shared_unless_the_draft_is_dspark_or_nothing_is_profiled() -> None:
     for method in methods():
         plan = lanes().lane_plan(configuration(method))
         assert plan.eager_in_lane_0 == (plan.draft_lane == 1 and method != "dspark"), method
+        assert not lanes().lane_plan(configuration(method, kv_cache_memory_bytes=1)).eager_in_lane_0
 
 
 @pytest.mark.parametrize(("method", "use_v2"), [("mtp", True), ("dspark", True), ("ngram_gpu", True), ("mtp", False)])
@@ -198,37 +203,69 @@ def test_a_graph_of_the_draft_does_not_hold_lane_0(monkeypatch: pytest.MonkeyPat
         rig.get(2 * MIB, lane=1)
 
 
-@pytest.mark.parametrize("reserves", [False, True])
-def test_reservations_for_graphs(monkeypatch: pytest.MonkeyPatch, reserves: bool) -> None:
-    """They end with their context, also when it raises."""
-    rig = shared_lanes(monkeypatch)
-
-    def reservation() -> None:
-        with rig.module.reserve_for_graphs(reserves):
-            rig.get(MIB, lane=1)
-            raise Stop
-
-    with pytest.raises(Stop):
-        reservation()
-    rig.get(2 * MIB, lane=1)
-    assert (rig.slot(0).high_water_bytes, rig.slot(1).high_water_bytes) == (2 * MIB, MIB if reserves else 0)
-
-
-@pytest.mark.parametrize(("given", "own"), [(None, 0), (1 << 30, MIB)])
-def test_builders_of_the_draft(monkeypatch: pytest.MonkeyPatch, given: int | None, own: int) -> None:
-    """They are in the draft's lane; with the size of the KV cache given, no profile shows what its graphs take."""
-    rig = shared_lanes(monkeypatch)
-    with lanes().draft_initialisation(configuration("mtp", kv_cache_memory_bytes=given)):
+@pytest.mark.parametrize("given", [None, 1 << 30])
+def test_builders_of_the_draft(monkeypatch: pytest.MonkeyPatch, given: int | None) -> None:
+    """They are in the draft's lane; what they reserve is eager, unless the lane is a whole one."""
+    config = configuration("mtp", kv_cache_memory_bytes=given)
+    rig = Rig(monkeypatch, num_lanes=2, eager_in_lane_0=lanes().lane_plan(config).eager_in_lane_0)
+    with lanes().draft_initialisation(config):
         rig.manager.get_simultaneous(((MIB,), torch.uint8))
         flags = rig.manager.get_persistent("flags", (8,), torch.int32)
     with rig.module.use_workspace_lane(1):
         assert rig.manager.get_persistent("flags", (8,), torch.int32) is flags
-    assert (rig.slot(0).high_water_bytes, rig.slot(1).high_water_bytes) == (MIB - own, own)
+    sizes = (0, MIB) if given else (MIB, 0)
+    assert (rig.slot(0).high_water_bytes, rig.slot(1).high_water_bytes) == sizes
+
+
+@pytest.mark.parametrize("given", [None, 1 << 30])
+def test_a_draft_whose_full_graphs_hold_more_than_its_piecewise_ones(
+    monkeypatch: pytest.MonkeyPatch, given: int | None
+) -> None:
+    """Sizes are known before the first graph that lasts: by a throwaway capture, or for lack of one by a whole lane."""
+    plan = lanes().lane_plan(configuration("mtp", kv_cache_memory_bytes=given))
+    rig = Rig(monkeypatch, num_lanes=2, eager_in_lane_0=plan.eager_in_lane_0)
+    attention = context().eager_break(lambda: rig.get(8 * MIB, lane=1))
+
+    def captures() -> None:
+        for piecewise in (True, False):
+            with context().capturing_graphs(piecewise=piecewise):
+                rig.get(MIB, lane=1)
+                attention()
+                with rig.stream_capture(disposable=rig._disposable):
+                    rig.get(MIB, lane=1)
+                    if not piecewise:
+                        attention()
+
+    rig.get(8 * MIB, lane=1)  # A layer reserves its scratch.
+    rig.manager.commit()
+    if not given:
+        with rig.graph_capture(disposable=True):
+            captures()
+    with rig.graph_capture():
+        captures()
+    assert rig.slot(1).committed_bytes == 8 * MIB
+
+
+def test_lane_0_has_what_the_draft_is_warmed_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step for which there is no graph asks it there; a graph that holds lane 0 is left alone."""
+    rig = shared_lanes(monkeypatch)
+    rig.get(4 * MIB)
+    rig.manager.commit()
+    with rig.graph_capture(disposable=True):
+        rig.get(8 * MIB, lane=1)
+    with rig.graph_capture():
+        rig.get(4 * MIB)
+        with rig.stream_capture():
+            held = rig.get(4 * MIB).data_ptr()
+        rig.get(16 * MIB, lane=1)
+    rig.manager.lock()
+    assert (rig.slot(0).committed_bytes, rig.slot(1).committed_bytes) == (8 * MIB, 16 * MIB)
+    assert rig.get(8 * MIB, lane=1).data_ptr() == held
 
 
 def test_initialisation_without_a_draft_model_stays_in_lane_0(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
-    with lanes().draft_initialisation(configuration("ngram_gpu", kv_cache_memory_bytes=1 << 30)):
+    with lanes().draft_initialisation(configuration("ngram_gpu")):
         rig.manager.get_simultaneous(((MIB,), torch.uint8))
     assert rig.slot().high_water_bytes == MIB
 
@@ -245,10 +282,6 @@ def test_ubatches_share_within_themselves(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(set(places)) == 4
 
 
-def context() -> Any:
-    return importlib.import_module("vllm.v1.worker.workspace_context")
-
-
 @pytest.mark.parametrize("piecewise", [True, False])
 def test_scratch_that_a_piecewise_graph_leaves_out_is_eager(monkeypatch: pytest.MonkeyPatch, piecewise: bool) -> None:
     """In warm-up and capture of the draft's graph; its other ops, and every op of a FULL graph, have lane 1."""
@@ -257,8 +290,8 @@ def test_scratch_that_a_piecewise_graph_leaves_out_is_eager(monkeypatch: pytest.
     with rig.graph_capture(), context().capturing_graphs(piecewise=piecewise):
         rig.get(MIB, lane=1)
         attention()
-    sizes = (8 * MIB, MIB) if piecewise else (0, 8 * MIB)
-    assert (rig.slot(0).high_water_bytes, rig.slot(1).high_water_bytes) == sizes
+    own = MIB if piecewise else 8 * MIB
+    assert (rig.slot(0).high_water_bytes, rig.slot(1).high_water_bytes) == (8 * MIB, own)
     assert not context().in_eager_break()
 
 
@@ -297,6 +330,20 @@ def test_upstream_marks_the_ops_that_it_breaks_at() -> None:
     assert marked.__name__ == "op"
 
 
+def test_a_marked_op_can_be_traced() -> None:
+    """Some models call such an op where they are compiled as one graph."""
+    decorate = importlib.import_module("vllm.compilation.breakable_cudagraph").eager_break_during_capture
+    marked = decorate(lambda tensor: tensor.add_(1))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def model(tensor: torch.Tensor) -> torch.Tensor:
+        doubled = tensor * 2
+        marked(doubled)
+        return doubled
+
+    assert model(torch.ones(2)).tolist() == [3, 3]
+
+
 class Descriptor(SimpleNamespace):
     """Of one graph, as a manager of the V2 runner reads it."""
 
@@ -304,9 +351,14 @@ class Descriptor(SimpleNamespace):
         return id(self)
 
 
-@pytest.mark.parametrize("breakable", [True, False])
-def test_the_v2_runner_says_which_graphs_it_captures(monkeypatch: pytest.MonkeyPatch, breakable: bool) -> None:
-    """Upstream's loop over modes: what an op at which PIECEWISE graphs break sees, in warm-up and capture."""
+@pytest.mark.parametrize(("breakable", "split"), [(True, False), (False, True), (False, False)])
+def test_the_v2_runner_says_which_graphs_it_captures(
+    monkeypatch: pytest.MonkeyPatch, breakable: bool, split: bool
+) -> None:
+    """Upstream's loop over modes: what an op at which PIECEWISE graphs break sees, in warm-up and capture.
+
+    A compiled model that is not split at attention has it in its PIECEWISE graphs.
+    """
     module = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils")
     modes = module.CUDAGraphMode
     decorate = importlib.import_module("vllm.compilation.breakable_cudagraph").eager_break_during_capture
@@ -315,6 +367,7 @@ def test_the_v2_runner_says_which_graphs_it_captures(monkeypatch: pytest.MonkeyP
     manager = object.__new__(module.CudaGraphManager)
     manager.device, manager.ubatch_runner, manager.use_breakable_cg, manager.graphs = "cpu", None, breakable, {}
     manager.vllm_config, manager.pool = SimpleNamespace(), None
+    manager.compilation_config = SimpleNamespace(splitting_ops_contain_attention=lambda: split)
     manager._max_full_descs_to_capture = manager._capture_mem_samples = None
     manager._capture_descs = {
         mode: [Descriptor(num_tokens=1, num_ubatches=1, cg_mode=mode)] for mode in (modes.PIECEWISE, modes.FULL)
@@ -329,6 +382,6 @@ def test_the_v2_runner_says_which_graphs_it_captures(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
     manager.capture(lambda desc, warmup: lambda mode: attention(desc))
-    assert seen == [("PIECEWISE", True)] * 2 + [("FULL", False)] * 2
+    assert seen == [("PIECEWISE", breakable or split)] * 2 + [("FULL", False)] * 2
     attention(manager._capture_descs[modes.PIECEWISE][0])
     assert seen[-1] == ("PIECEWISE", False)

@@ -148,7 +148,7 @@ def boot_terms(llm: Any) -> dict[str, Any]:
     )  # fmt: skip
     terms = {name: getattr(worker, name, None) for name in names}
     terms["weights_bytes"] = getattr(worker.model_runner, "model_memory_usage", None)
-    tokens = getattr(config.cache_config, "num_gpu_blocks", 0) or 0
+    blocks = getattr(config.cache_config, "num_gpu_blocks", 0) or 0
     from vllm.v1.worker import workspace
 
     report = getattr(workspace, "workspace_report", lambda: None)()
@@ -157,8 +157,8 @@ def boot_terms(llm: Any) -> dict[str, Any]:
         "graph_profile": graph_profile(worker),
         "graph_bytes_actual": ACTUAL_GRAPH_BYTES[-1] if ACTUAL_GRAPH_BYTES else None,
         "graph_bytes_estimated": getattr(worker, "cudagraph_memory_estimate", None),
-        "kv_blocks": tokens,
-        "kv_tokens": tokens * config.cache_config.block_size,
+        "kv_blocks": blocks,
+        "kv_tokens": blocks * config.cache_config.block_size,
         "profile": terms,
         "runner": type(worker.model_runner).__module__,
     }

@@ -24,7 +24,7 @@ class Scenario:
         graphs: ``eager``, ``piecewise`` or ``full`` (with PIECEWISE for mixed steps).
         runner: vLLM's model runner, 1 or 2.
         kv_cache_bytes: size of the KV cache instead of a utilisation.
-        capture_sizes: graphs of every fourth token count up to four times this; none for vLLM's own choice.
+        capture_sizes: how many graphs, of 1, 2 and every fourth token count; none for vLLM's own choice.
         sleep_after: put the engine to sleep and wake it after this many requests.
     """
 

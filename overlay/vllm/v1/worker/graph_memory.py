@@ -9,7 +9,7 @@ Initialising the KV cache allocates builder and runner buffers beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -49,9 +49,20 @@ def sampled(items: Sequence[T]) -> list[T]:
     return [items[index * (total - 1) // (count - 1)] for index in range(count)]
 
 
+def sampled_by_kind(kinds: Sequence[Hashable]) -> list[int]:
+    """Which graphs of one mode a profile captures, by index: of every kind :func:`sampled`, in the order of all.
+
+    Graphs of one size come in kinds (with and without LoRA, of one ubatch or two), one beside the other, which cost
+    differently.
+    """
+    return sorted(
+        index for kind in set(kinds) for index in sampled([i for i, other in enumerate(kinds) if other == kind])
+    )
+
+
 @dataclass(frozen=True)
 class GraphSeries:
-    """Captures of one mode into one pool, largest first.
+    """Captures of one mode and kind into one pool, largest first.
 
     ``total`` graphs will be captured; ``growths`` has the device bytes that each sampled capture took by
     itself: torch's pool and the driver's memory, without its eager warm-up.

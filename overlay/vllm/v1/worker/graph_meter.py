@@ -9,15 +9,19 @@ as upstream when it is profiled by anybody else or on a machine without CUDA.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, Protocol, TypeVar
 
 import torch
-from vllm.v1.worker.graph_memory import GraphProfile, GraphSeries, Peaks, Reading, sampled
+from vllm.utils.mem_utils import MemorySnapshot
+from vllm.v1.worker.graph_memory import GraphProfile, GraphSeries, Peaks, Reading, sampled_by_kind
 
 T = TypeVar("T")
+
+# Of a graph's descriptor, in either runner: what else than its size decides what it takes.
+KIND = ("num_active_loras", "has_lora", "num_ubatches", "uniform", "uniform_token_count")
 
 
 class MemoryReader(Protocol):
@@ -32,19 +36,15 @@ class MemoryReader(Protocol):
 
 class AcceleratorMemory:
     """The current accelerator. A reading waits for it and empties the allocator's cache, so it is never taken
-    in a capture.
-
-    Differences of ``get_memory_info`` are right on integrated GPUs, too, where the value itself is too low.
+    in a capture. Free bytes are those of the memory profile, which knows integrated GPUs; other processes on the device
+    are in them.
     """
 
     def reading(self, *, collect: bool = True) -> Reading:
         """The device now; ``collect`` frees tensors in reference cycles first."""
         empty_allocator_cache(collect=collect)
-        return Reading(
-            free_bytes=torch.accelerator.get_memory_info()[0],
-            reserved_bytes=torch.accelerator.memory_reserved(),
-            allocated_bytes=torch.accelerator.memory_allocated(),
-        )
+        now = MemorySnapshot()
+        return Reading(now.free_memory, reserved_bytes=now.torch_memory, allocated_bytes=now.torch_allocated)
 
     def peaks(self) -> Peaks:
         """The allocator's peaks since :meth:`reset_peaks`."""
@@ -96,6 +96,7 @@ class CaptureMeter:
         self._kv_cache_bytes = 0
         self._totals: list[int] = []
         self._growths: list[list[int]] = []
+        self._to_come: list[int] = []
         self._free_before = 0
 
     def mark(self, stage: Stage) -> None:
@@ -115,10 +116,12 @@ class CaptureMeter:
         self.mark(Stage.BEFORE)
         self._memory.reset_peaks()
 
-    def open_series(self, total: int) -> None:
-        """Graphs of one mode follow, of which ``total`` will be captured in the end."""
-        self._totals.append(total)
-        self._growths.append([])
+    def open_series(self, kinds: Sequence[Hashable], chosen: Sequence[int]) -> None:
+        """Graphs of one mode follow: the ``chosen`` ones, by index, of all that will be captured in the end."""
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds), len(self._totals))}
+        self._totals.extend(list(kinds).count(kind) for kind in numbers)
+        self._growths.extend([] for _ in numbers)
+        self._to_come = [numbers[kinds[index]] for index in chosen]
 
     def before_capture(self) -> None:
         """The warm-up of a graph is over and its capture comes next."""
@@ -126,7 +129,8 @@ class CaptureMeter:
 
     def after_capture(self) -> None:
         """A graph was captured."""
-        self._growths[-1].append(self._free_before - self._memory.reading(collect=False).free_bytes)
+        growth = self._free_before - self._memory.reading(collect=False).free_bytes
+        self._growths[self._to_come.pop(0)].append(growth)
 
     def captures_done(self) -> None:
         """Every graph of the profile is captured."""
@@ -179,11 +183,13 @@ def kv_cache_stands(runner: Any) -> None:
 
 
 def graphs_to_profile(graphs: Sequence[T], upstream_count: int) -> Sequence[T]:
-    """Which graphs of one mode to capture, largest first: :func:`sampled`, or as many as upstream takes."""
+    """Which graphs of one mode to capture, largest first: :func:`sampled_by_kind`, or as many as upstream takes."""
     if _open is None:
         return graphs[:upstream_count]
-    _open.open_series(len(graphs))
-    return sampled(graphs)
+    kinds = [tuple(getattr(graph, name, None) for name in KIND) for graph in graphs]
+    chosen = sampled_by_kind(kinds)
+    _open.open_series(kinds, chosen)
+    return [graphs[index] for index in chosen]
 
 
 def before_capture(*, profiled: bool = True) -> None:

@@ -38,39 +38,42 @@ _MIB = 1 << 20
 
 
 def measurable() -> bool:
-    """Whether device memory can be read as this module reads it."""
-    return current_platform.is_cuda_alike() and torch.accelerator.is_available()
+    """Whether device memory can be read as this module reads it: on CUDA. Elsewhere the plan is upstream's."""
+    return bool(current_platform.is_cuda()) and torch.accelerator.is_available()
+
+
+def _captures_decoder(worker: Worker) -> bool:
+    return worker.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
 
 
 def profile_graphs(worker: Worker, result: MemoryProfilingResult) -> int:
     """Run the runner's throwaway captures and charge what they show to ``result``.
 
-    Every rank that profiles runs the same captures: which ones follows from the configuration. Kernels are warmed up
-    with them if decoder graphs are: encoder graphs alone may belong to the first pipeline stage only, and a
-    warm-up contains collectives of all ranks.
+    Every rank that profiles runs the same captures: which ones follows from the configuration. Encoder graphs alone may
+    belong to the first pipeline stage only, and a warm-up contains collectives of all ranks: their estimate is upstream's,
+    and :func:`profile_without_graphs` measures the rest.
 
     Returns:
         Bytes that the real capture will take, not in ``result``.
     """
     runner = worker.model_runner
-    if not measurable():
+    if not (measurable() and _captures_decoder(worker)):
         return runner.profile_cudagraph_memory()
-    decoder = worker.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-    with measuring(_meter(worker, warm_up=decoder)) as meter, capture_pass():
+    with measuring(_meter(worker)) as meter, capture_pass():
         runner.profile_cudagraph_memory()
     return _charged(worker, result, meter.profile())
 
 
 def profile_without_graphs(worker: Worker, result: MemoryProfilingResult) -> None:
-    """Measure builders and warm-up where no graph is profiled, as in eager mode; else do nothing.
+    """Measure builders and warm-up where no decoder graph is profiled, as in eager mode; else do nothing.
 
     The minimal KV cache is made and dropped once, as a profile with graphs does.
     ``VLLM_NEAPTIDE_PROFILE_WARMUP=0`` leaves it.
     """
-    done = getattr(worker, "graph_profile", None) is not None
-    if done or not (measurable() and envs.VLLM_NEAPTIDE_PROFILE_WARMUP) or worker.vllm_config.is_mm_encoder_only:
+    wanted = measurable() and envs.VLLM_NEAPTIDE_PROFILE_WARMUP and not worker.vllm_config.is_mm_encoder_only
+    if _captures_decoder(worker) or not wanted:
         return
-    with measuring(_meter(worker, warm_up=True)) as meter:
+    with measuring(_meter(worker)) as meter:
         _with_minimal_kv_cache(worker)
     _charged(worker, result, meter.profile())
 
@@ -102,24 +105,24 @@ def comparison(worker: Worker, actual_bytes: int) -> str | None:
     """The line of :func:`log_graph_memory`; None if nothing was profiled."""
     profile: GraphProfile | None = getattr(worker, "graph_profile", None)
     estimate = getattr(worker, "cudagraph_memory_estimate", 0)
-    if profile is None and estimate <= 0:
-        return None
-    difference = actual_bytes - estimate
-    line = (
-        f"CUDA graph pool memory: {_mib(actual_bytes)} MiB (actual), {_mib(estimate)} MiB (estimated), "
-        f"difference: {_mib(abs(difference))} MiB ({100 * abs(difference) / max(actual_bytes, 1):.1f}%)."
-    )
-    if profile is None:
-        return line
-    return (
-        f"{line} Charged beside the graphs: {_mib(profile.builder_bytes)} MiB of builder and runner buffers, "
-        f"{_mib(profile.residue_bytes)} MiB that warm-up and throwaway captures left; captures needed "
-        f"{_mib(profile.transient_bytes)} MiB for a while."
-    )
+    said = []
+    if estimate > 0 or (profile is not None and actual_bytes > 0):
+        difference = abs(actual_bytes - estimate)
+        said.append(
+            f"CUDA graph pool memory: {_mib(actual_bytes)} MiB (actual), {_mib(estimate)} MiB (estimated), "
+            f"difference: {_mib(difference)} MiB ({100 * difference / max(actual_bytes, 1):.1f}%)."
+        )
+    if profile is not None:
+        said.append(
+            f"Charged beside the graphs: {_mib(profile.builder_bytes)} MiB of builder and runner buffers, "
+            f"{_mib(profile.residue_bytes)} MiB that warm-up and throwaway captures left; captures needed "
+            f"{_mib(profile.transient_bytes)} MiB for a while."
+        )
+    return " ".join(said) or None
 
 
-def _meter(worker: Worker, *, warm_up: bool) -> CaptureMeter:
-    wanted = warm_up and envs.VLLM_NEAPTIDE_PROFILE_WARMUP
+def _meter(worker: Worker) -> CaptureMeter:
+    wanted = envs.VLLM_NEAPTIDE_PROFILE_WARMUP
     return CaptureMeter(AcceleratorMemory(), partial(warm_up_for_profile, worker) if wanted else None)
 
 

@@ -18,8 +18,9 @@ own, up to ``VLLM_NEAPTIDE_WORKSPACE_OVERFLOW_MB``, that dies with its views.
 
 *Lanes* keep what the graphs of target and draft hold apart. With ``eager_in_lane_0`` a lane above 0 has storage of
 its own only for what is captured and for the warm-up of a capture; its eager requests come from lane 0 of the same
-ubatch, and so do those of ops that a PIECEWISE graph leaves out. That is right because a step runs target and draft one after the other on one stream, and scratch holds
-nothing across calls.
+ubatch, and so do those of ops that a PIECEWISE graph leaves out. Lane 0 grows with the warm-ups of the other lanes
+while nothing lasting holds it, since a step without graphs asks it for as much. Sharing is right because a step runs
+target and draft one after the other on one stream, and scratch holds nothing across calls.
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from vllm.v1.worker.workspace_context import (
     current_lane,
     in_eager_break,
-    reserve_for_graphs,
-    reserving_for_graphs,
     use_workspace_lane,
 )
 from vllm.v1.worker.workspace_device import DeviceMemory
@@ -51,7 +50,7 @@ from vllm.v1.worker.workspace_report import MIB, CallSite, SlotAccount, Workspac
 # Upstream's modules take use_workspace_lane from here.
 __all__ = [
     "WorkspaceGrowthRefused", "WorkspaceManager", "commit_workspace", "current_workspace_manager",
-    "init_workspace_manager", "is_workspace_manager_initialized", "lock_workspace", "reserve_for_graphs",
+    "init_workspace_manager", "is_workspace_manager_initialized", "lock_workspace",
     "reset_workspace_manager", "unlock_workspace", "use_workspace_lane", "workspace_report",
 ]  # fmt: skip
 
@@ -237,14 +236,25 @@ class WorkspaceManager:
             del workspace
             workspace = self._grow(index, required, site)
         account.note(site, required)
-        if capturing and not in_disposable_capture():
+        if not capturing:
+            self._provide_for_eager(index, required, site)
+        elif not in_disposable_capture():
             account.retained_by.add(site)
         return cast(torch.Tensor, workspace)
 
     def _request_slot(self, capturing: bool) -> int:
         """The slot that serves a request of the current ubatch and lane."""
-        for_graphs = capturing or reserving_for_graphs() or (in_graph_capture() and not in_eager_break())
+        for_graphs = capturing or (in_graph_capture() and not in_eager_break())
         return self._slot(own=for_graphs or not self._eager_in_lane_0)
+
+    def _provide_for_eager(self, index: int, required: int, site: CallSite) -> None:
+        """What a graph of a lane is warmed up with, a step without graphs asks lane 0 for: let it have as much, if it can."""
+        shared = self._slot(own=False)
+        account, size = self._accounts[shared], self._workspace_size_bytes(self._current_workspaces[shared])
+        if not self._eager_in_lane_0 or index == shared or size >= required or account.retained_by:
+            return
+        self._grow(shared, required, site)
+        account.note(site, required)
 
     def _serve_overflow(self, index: int, required: int, site: CallSite, capturing: bool) -> torch.Tensor:
         current = self._workspace_size_bytes(self._current_workspaces[index])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For whom workspace is asked in this execution context: its lane, and whether a graph will hold it."""
+"""For whom workspace is asked: the lane of this execution context, and whether a graph being captured will hold it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from threading import local
 from typing import ParamSpec, TypeVar
 
 _lane: ContextVar[int] = ContextVar("vllm_workspace_lane", default=0)
-_for_graphs: ContextVar[bool] = ContextVar("vllm_workspace_for_graphs", default=False)
-_piecewise: ContextVar[bool] = ContextVar("vllm_workspace_piecewise", default=False)
-_eager_break: ContextVar[bool] = ContextVar("vllm_workspace_eager_break", default=False)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class _Capture(local):
+    """What this thread captures; torch.compile can trace attributes of a thread's own, and no ContextVar."""
+
+    piecewise = False
+    in_break = False
+
+
+_capture = _Capture()
 
 
 @contextmanager
@@ -34,52 +42,40 @@ def use_workspace_lane(lane: int) -> Iterator[None]:
         _lane.reset(token)
 
 
-@contextmanager
-def reserve_for_graphs(reserves: bool) -> Iterator[None]:
-    """Requests of this context are reservations for graphs (if ``reserves``): the lane gets storage of its own."""
-    token = _for_graphs.set(reserves)
-    try:
-        yield
-    finally:
-        _for_graphs.reset(token)
-
-
 def current_lane() -> int:
     """The lane of this context, 0 outside :func:`use_workspace_lane`."""
     return _lane.get()
 
 
-def reserving_for_graphs() -> bool:
-    """Whether this context is in :func:`reserve_for_graphs`."""
-    return _for_graphs.get()
-
-
 @contextmanager
 def capturing_graphs(*, piecewise: bool) -> Iterator[None]:
-    """PIECEWISE graphs, or FULL ones, are warmed up and captured in this context."""
-    token = _piecewise.set(piecewise)
+    """Graphs that break at attention (PIECEWISE), or whole ones, are warmed up and captured by this thread."""
+    before, _capture.piecewise = _capture.piecewise, piecewise
     try:
         yield
     finally:
-        _piecewise.reset(token)
+        _capture.piecewise = before
 
 
 def eager_break(op: Callable[P, R]) -> Callable[P, R]:
-    """Mark an op that no PIECEWISE graph contains, but FULL graphs do: attention, the indexer."""
+    """Mark an op that no PIECEWISE graph contains, but FULL graphs do: attention, the indexer.
+
+    Models call some of these ops where torch.compile traces them, so the mark must be traceable.
+    """
 
     @wraps(op)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _piecewise.get():
+        if not _capture.piecewise:
             return op(*args, **kwargs)
-        token = _eager_break.set(True)
+        before, _capture.in_break = _capture.in_break, True
         try:
             return op(*args, **kwargs)
         finally:
-            _eager_break.reset(token)
+            _capture.in_break = before
 
     return marked
 
 
 def in_eager_break() -> bool:
     """Whether PIECEWISE graphs are warmed up or captured now and the op that runs stays out of them."""
-    return _eager_break.get()
+    return _capture.in_break

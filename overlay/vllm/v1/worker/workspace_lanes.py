@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.v1.worker.workspace_context import reserve_for_graphs, use_workspace_lane
+import vllm.envs as envs
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.workspace_context import capturing_graphs, use_workspace_lane
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 TARGET_LANE = 0
 DRAFT_LANE = 1
@@ -26,14 +28,13 @@ class LanePlan:
     Attributes:
         draft_lane: the lane that the draft loads, initialises, captures and runs in.
         eager_in_lane_0: the draft's eager scratch comes from lane 0, and lane 1 holds what graphs retain. Not for
-            DSpark, whose whole lane upstream already keeps apart.
-        builders_reserve: what the draft's metadata builders reserve is lane 1's own. A profiling capture shows what
-            the draft's graphs take; this is for a given KV-cache size, where nothing is profiled.
+            DSpark, whose whole lane upstream already keeps apart, and not where the size of the KV cache is given or
+            may come from a startup plan: then no throwaway capture shows what the draft's graphs take before the
+            first of them holds the lane.
     """
 
     draft_lane: int
     eager_in_lane_0: bool
-    builders_reserve: bool
 
 
 def has_draft_model(speculative_config: SpeculativeConfig | None) -> bool:
@@ -49,22 +50,23 @@ def lane_count(speculative_config: SpeculativeConfig | None, use_v2_model_runner
 
 
 def lane_plan(vllm_config: VllmConfig, use_v2_model_runner: bool = True) -> LanePlan:
-    """The lanes of a configuration; derived from it alone, so equal on all ranks."""
+    """The lanes of a configuration; derived from it and a switch that ranks compare, so equal on all of them."""
     speculative = vllm_config.speculative_config
     if lane_count(speculative, use_v2_model_runner) == 1:
-        return LanePlan(TARGET_LANE, eager_in_lane_0=False, builders_reserve=False)
+        return LanePlan(TARGET_LANE, eager_in_lane_0=False)
     assert speculative is not None
-    cache_config = getattr(vllm_config, "cache_config", None)
-    return LanePlan(
-        DRAFT_LANE,
-        eager_in_lane_0=not speculative.use_dspark(),
-        builders_reserve=bool(getattr(cache_config, "kv_cache_memory_bytes", None)),
-    )
+    profiled = not (vllm_config.cache_config.kv_cache_memory_bytes or envs.VLLM_ENABLE_STARTUP_PLAN)
+    return LanePlan(DRAFT_LANE, eager_in_lane_0=profiled and not speculative.use_dspark())
 
 
-@contextmanager
-def draft_initialisation(vllm_config: VllmConfig) -> Iterator[None]:
+def draft_initialisation(vllm_config: VllmConfig) -> AbstractContextManager[None]:
     """The draft's attention is initialised in its lane: metadata builders, and what they reserve."""
-    plan = lane_plan(vllm_config)
-    with use_workspace_lane(plan.draft_lane), reserve_for_graphs(plan.builders_reserve):
-        yield
+    return use_workspace_lane(lane_plan(vllm_config).draft_lane)
+
+
+def captures_of(manager: CudaGraphManager, mode: CUDAGraphMode) -> AbstractContextManager[None]:
+    """Around the captures of one mode: whether the graphs leave attention out, as breakable and split ones do."""
+    breaks = mode == CUDAGraphMode.PIECEWISE and (
+        manager.use_breakable_cg or manager.compilation_config.splitting_ops_contain_attention()
+    )
+    return capturing_graphs(piecewise=breaks)

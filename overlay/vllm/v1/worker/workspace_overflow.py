@@ -70,5 +70,6 @@ def refuse_if_retained(account: SlotAccount, current_bytes: int, required_bytes:
         f"Workspace growth refused: '{site}' requires {required_bytes / MIB:.2f} MB of ubatch {account.ubatch} lane "
         f"{account.lane}, whose {current_bytes / MIB:.2f} MB a captured CUDA graph holds through {holders}; "
         "moving it would leave that graph a dangling address. The size must be known before the first lasting "
-        "capture: start without --kv-cache-memory-bytes, so that the graphs are profiled first."
+        "capture: ask for it in the profiling run or in a warm-up. With --kv-cache-memory-bytes no capture is "
+        "profiled, which would have shown it."
     )

@@ -8,8 +8,8 @@ chosen on the device from the work of the whole batch; the allocated count is on
 (vllm-project/flash-attention, ``hopper/heuristics.h`` and ``flash_prepare_scheduler.cu``):
 ceil(blocks of the row / ceil(1.1 x all blocks / SMs)).
 
-A bound at or above every row's own count changes no bit: the kernel runs the same splits, and up to 32 the same
-combine. Below it, the row's sums are taken in another order. :func:`own_splits` is the most that a row can come to if
+A bound at or above every row's own count changes no bit: the kernel runs the same splits, and the same combine if
+the count stays in its class (up to 32, 64 or 128). Below it, the row's sums are taken in another order. :func:`own_splits` is the most that a row can come to if
 every row of the batch has a key. Rows without keys (padding of a captured graph) are no work there, so a graph that is
 replayed far from full could be bounded; unless a budget is set, calls in a capture are therefore left as they are. Rows
 are not tiled instead: that changes a launch's work, and the counts.
@@ -80,13 +80,22 @@ def upstream_splits(case: SplitCase, rows: int) -> int:
     return next(i for i, part in enumerate(occupancy, 1) if part >= 0.85 * max(occupancy))
 
 
+def least_of_combine(splits: int) -> int:
+    """The least count that is combined by the same kernel as ``splits`` are."""
+    return next(least for least in (65, 33, 1) if splits >= least)
+
+
 @cache
 def own_splits(case: SplitCase, rows: int) -> int:
-    """The most splits that the device chooses for a row when every other row has one key at least."""
+    """The most splits that the device chooses for a row when every other row has one key at least.
+
+    Or a few more, where upstream's combine needs them.
+    """
     blocks = case.row_blocks * (rows - 1 + case.key_blocks)
     # A little less than FA3's 10 % margin, for what its single precision may round down.
     per_processor = math.ceil(blocks * 1.1 * (1 - 1e-6) / case.multiprocessors)
-    return min(upstream_splits(case, rows), -(-case.key_blocks // per_processor))
+    wanted = upstream_splits(case, rows)
+    return min(wanted, max(-(-case.key_blocks // per_processor), least_of_combine(wanted)))
 
 
 def splits_within(case: SplitCase, rows: int, budget: int) -> int:
