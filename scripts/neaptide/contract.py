@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from neaptide.symbols import FUNCTIONS
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+# An import statement, with names in parentheses or on continued lines, wherever on its line it begins.
+_IMPORT = re.compile(rb"\b(?:from|import)\b(?:[^\n(\\]|\\\r?\n)*(?:\([^)]*\))?")
 _BINDING_DECORATORS = frozenset({"staticmethod", "classmethod", "property", "cached_property"})
 
 
@@ -64,10 +67,9 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 def _taken(package: str, path: str, modules: Mapping[str, bytes]) -> set[str]:
     """Names of module ``path`` that other modules of the package import or reach through it."""
     dotted = dotted_name(package, path)
-    tail = dotted.rsplit(".", 1)[-1].encode()
     found: set[str] = set()
     for other, source in modules.items():
-        if other == path or tail not in source:
+        if other == path or not _may_import(source, dotted):
             continue
         try:
             tree = ast.parse(source)
@@ -82,8 +84,25 @@ def _taken(package: str, path: str, modules: Mapping[str, bytes]) -> set[str]:
             elif isinstance(node, ast.Import):
                 aliases |= {a.asname for a in node.names if a.name == dotted and a.asname}
         attributes = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute))
-        found |= {n.attr for n in attributes if ast.unparse(n.value) in aliases}
+        found |= {n.attr for n in attributes if _chain(n.value) in aliases}
     return found
+
+
+def _may_import(source: bytes, dotted: str) -> bool:
+    """Whether to parse a module: it has the dotted name, or the last part of it in an import statement."""
+    tail = dotted.rsplit(".", 1)[-1].encode()
+    return dotted.encode() in source or (
+        tail in source and any(tail in statement.group() for statement in _IMPORT.finditer(source))
+    )
+
+
+def _chain(node: ast.expr) -> str:
+    """``a.b.c`` of attributes of a name; empty for other expressions."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join(reversed([*parts, node.id])) if isinstance(node, ast.Name) else ""
 
 
 def _absolute(package: str, path: str, node: ast.ImportFrom) -> str:

@@ -140,6 +140,20 @@ class Repo:
         out = self.run("ls-tree", "-r", "-z", "--name-only", "--full-tree", commit, "--", prefix)
         return [p.decode() for p in out.split(b"\0") if p]
 
+    def blobs(self, commit: str, prefix: str, suffix: str) -> dict[str, bytes]:
+        """Contents of all files below ``prefix`` whose path ends with ``suffix``, in one reading."""
+        out = self.run("ls-tree", "-r", "-z", "--format=%(objectname) %(path)", "--full-tree", commit, "--", prefix)
+        entries = [line.decode().split(" ", 1) for line in out.split(b"\0") if line]
+        wanted = [(name, path) for name, path in entries if path.endswith(suffix)]
+        read = self.run("cat-file", "--batch", stdin="".join(f"{name}\n" for name, _ in wanted).encode())
+        found, at = {}, 0
+        for _, path in wanted:
+            header_end = read.index(b"\n", at)
+            size = int(read[at:header_end].rsplit(b" ", 1)[1])
+            found[path] = read[header_end + 1 : header_end + 1 + size]
+            at = header_end + 1 + size + 1
+        return found
+
     def untracked(self) -> list[str]:
         """Files that are neither tracked nor ignored."""
         out = self.run("ls-files", "--others", "--exclude-standard", "-z")

@@ -137,8 +137,7 @@ class GitPlace:
     def modules(self) -> dict[str, bytes]:
         """All Python files of the pristine package, by path inside it."""
         base, prefix = self.base(), f"{self.artefact.package}/"
-        names = [n for n in self.repo.listing(base, prefix) if n.endswith(".py")]
-        return {n.removeprefix(prefix): self.repo.blob(base, n) or b"" for n in names}
+        return {path.removeprefix(prefix): data for path, data in self.repo.blobs(base, prefix, ".py").items()}
 
     def package_parent(self) -> Path:
         return self.top

@@ -22,8 +22,11 @@ def unbound_names(source: Source, ranges: Sequence[tuple[int, int]]) -> list[str
     if _imports_star(source.tree):
         return []
     unbound: set[str] = set()
+    lines = [(source.line_of(low) + 1, source.line_of(max(low, high - 1)) + 1) for low, high in ranges]
 
     def visit(node: ast.AST, known: frozenset[str]) -> None:
+        if not _on_lines(node, lines):
+            return
         if isinstance(node, _SCOPES):
             known = known | _bound_in(node)
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store) and node.id not in known:
@@ -35,6 +38,15 @@ def unbound_names(source: Source, ranges: Sequence[tuple[int, int]]) -> list[str
 
     visit(source.tree, _ALWAYS | _bound_in(source.tree))
     return sorted(unbound)
+
+
+def _on_lines(node: ast.AST, lines: Sequence[tuple[int, int]]) -> bool:
+    """Whether a node reaches into one of the line ranges, decorators included; a node without a place may."""
+    last = getattr(node, "end_lineno", None)
+    if last is None:
+        return True
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])  # type: ignore[attr-defined]
+    return any(first <= end and start <= last for start, end in lines)
 
 
 def _imports_star(tree: ast.Module) -> bool:
