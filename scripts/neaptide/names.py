@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from collections.abc import Sequence
 
 from neaptide.symbols import DEFINITIONS
 from neaptide.text import Source
 
 _SCOPES = (*DEFINITIONS, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_STAR = re.compile(r"\bimport\s+\*")
 _ALWAYS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__class__"}
 
 
@@ -19,7 +21,7 @@ def unbound_names(source: Source, ranges: Sequence[tuple[int, int]]) -> list[str
     A scope binds a name wherever in it the binding stands; that it runs first is not checked. A module with
     ``import *`` is taken to bind everything.
     """
-    if _imports_star(source.tree):
+    if _STAR.search(source.text) and _imports_star(source.tree):
         return []
     unbound: set[str] = set()
     lines = [(source.line_of(low) + 1, source.line_of(max(low, high - 1)) + 1) for low, high in ranges]

@@ -49,9 +49,9 @@ def _captures_decoder(worker: Worker) -> bool:
 def profile_graphs(worker: Worker, result: MemoryProfilingResult) -> int:
     """Run the runner's throwaway captures and charge what they show to ``result``.
 
-    Every rank that profiles runs the same captures: which ones follows from the configuration. Encoder graphs alone may
-    belong to the first pipeline stage only, and a warm-up contains collectives of all ranks: their estimate is upstream's,
-    and :func:`profile_without_graphs` measures the rest.
+    Every rank that profiles runs the same captures: which ones follows from the configuration. Encoder graphs alone
+    may belong to the first pipeline stage only, and a warm-up contains collectives of all ranks: their estimate is
+    upstream's, and :func:`profile_without_graphs` measures the rest.
 
     Returns:
         Bytes that the real capture will take, not in ``result``.

@@ -7,13 +7,13 @@ Its parts, by what they touch of a KV cache with as few as one block (0.33.0):
 - Compile or call kernels on tensors of their own: the JIT registry, mamba, Qwen-VL, watermark, router GEMMs,
   GEMM-RS/AR, CuTe DSL, DeepGEMM (its own and the MoE workspace), b12x, Step5's scoring. Safe.
 - Read or write block 0 only: Qwen GDN (null block), Kimi-K3 (first state), Qwen4 QSA (block tables of zeros). Safe.
-- Dummy runs of the runner (FlashInfer autotune; Step5; FlashInfer sparse MLA and DeepSeek V4 with a mixed batch, where no
-  mixed step runs): block tables of zeros and padding slots, as before a capture. ReplaySSM tunes as many state slots as
-  there are blocks, with one block none. No KV connector takes part in a dummy run. Safe.
+- Dummy runs of the runner (FlashInfer autotune; Step5; FlashInfer sparse MLA and DeepSeek V4 with a mixed batch,
+  where no mixed step runs): block tables of zeros and padding slots, as before a capture. ReplaySSM tunes as many
+  state slots as there are blocks, with one block none. No KV connector takes part in a dummy run. Safe.
 - The PCIe IPC all-reduce allocates and tunes its workspace once, and keeps it. Safe, and the reason for all this.
 - Mixed steps of the V2 runner through the scheduler's interface (FlashInfer sparse MLA, DeepSeek V4, Step5), and mixed
-  batches of attention (MiniMax-M3, FlashInfer), take real block ids and go through connectors and samplers. Left to upstream's own call:
-  :func:`in_profile_warm_up`.
+  batches of attention (MiniMax-M3, FlashInfer), take real block ids and go through connectors and samplers. Left to
+  upstream's own call: :func:`in_profile_warm_up`.
 - HiSparse tunes on as many slots as top-k has entries, whatever its hot cache holds. With HiSparse only the
   process-local part runs.
 """

@@ -24,8 +24,8 @@ logger = init_logger(__name__)
 def apply_startup_plan(worker: Worker) -> None:
     """Upstream's decision, taken back where another rank of the world decided otherwise.
 
-    Collective over the world group, on the CPU, where plans are enabled (which ranks have compared). Workers that join a
-    running engine decide alone, since the running ones do not take part.
+    Collective over the world group, on the CPU, where plans are enabled (which ranks have compared). Workers that join
+    a running engine decide alone, since the running ones do not take part.
     """
     config = worker.cache_config
     given = config.kv_cache_memory_bytes

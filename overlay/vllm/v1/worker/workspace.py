@@ -248,7 +248,7 @@ class WorkspaceManager:
         return self._slot(own=for_graphs or not self._eager_in_lane_0)
 
     def _provide_for_eager(self, index: int, required: int, site: CallSite) -> None:
-        """What a graph of a lane is warmed up with, a step without graphs asks lane 0 for: let it have as much, if it can."""
+        """Let lane 0 have what a lane's graph is warmed up with, if it can: a step without graphs asks for as much."""
         shared = self._slot(own=False)
         account, size = self._accounts[shared], self._workspace_size_bytes(self._current_workspaces[shared])
         if not self._eager_in_lane_0 or index == shared or size >= required or account.retained_by:

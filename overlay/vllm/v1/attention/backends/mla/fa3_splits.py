@@ -9,10 +9,11 @@ chosen on the device from the work of the whole batch; the allocated count is on
 ceil(blocks of the row / ceil(1.1 x all blocks / SMs)).
 
 A bound at or above every row's own count changes no bit: the kernel runs the same splits, and the same combine if
-the count stays in its class (up to 32, 64 or 128). Below it, the row's sums are taken in another order. :func:`own_splits` is the most that a row can come to if
-every row of the batch has a key. Rows without keys (padding of a captured graph) are no work there, so a graph that is
-replayed far from full could be bounded; unless a budget is set, calls in a capture are therefore left as they are. Rows
-are not tiled instead: that changes a launch's work, and the counts.
+the count stays in its class (up to 32, 64 or 128). Below it, the row's sums are taken in another order.
+:func:`own_splits` is the most that a row can come to if every row of the batch has a key. Rows without keys (padding of
+a captured graph) are no work there, so a graph that is replayed far from full could be bounded; unless a budget is set,
+calls in a capture are therefore left as they are. Rows are not tiled instead: that changes a launch's work, and the
+counts.
 """
 
 from __future__ import annotations
