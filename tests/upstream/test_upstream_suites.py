@@ -26,6 +26,10 @@ VLLM = {
     "v1/attention/test_sparse_mla_kv_cache_layout.py": 18,
     "v1/worker/test_workspace.py": 11,
     "v1/worker/test_gpu_worker.py": 17,
+    "v1/worker/test_gpu_model_runner_v2.py": 20,
+    "v1/worker/test_gpu_model_runner_v2_cudagraph_profiling.py": 15,
+    "v1/worker/test_gpu_model_runner_v2_eplb.py": 5,
+    "v1/worker/test_gpu_target_dependent_ar_speculator.py": 29,
     "test_envs.py": 60,
     "config/test_config_utils.py": 28,
 }

@@ -385,3 +385,37 @@ def test_the_v2_runner_says_which_graphs_it_captures(
     assert seen == [("PIECEWISE", breakable or split)] * 2 + [("FULL", False)] * 2
     attention(manager._capture_descs[modes.PIECEWISE][0])
     assert seen[-1] == ("PIECEWISE", False)
+
+
+# What ``initialize_kv_cache`` of the V2 runner makes beside the draft's attention.
+MADE_ELSEWHERE = (
+    "BlockTables", "ModelCudaGraphManager", "check_attention_cp_compatibility", "has_compiled_submodule",
+    "init_attn_backend", "init_kv_cache", "initialize_mamba_ssu_backend", "maybe_build_ubatch_runner",
+    "maybe_create_adaptive_verification_manager",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["mtp", "ngram_gpu"])
+def test_the_runner_initialises_the_drafts_attention_in_its_lane(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Upstream's whole method; the draft's builders and its graph managers are made while it calls the draft."""
+    module = importlib.import_module("vllm.v1.worker.gpu.model_runner")
+    for name in MADE_ELSEWHERE:
+        monkeypatch.setattr(module, name, MagicMock(return_value=None))
+    module.init_attn_backend.return_value = [], MagicMock(), []
+    module.init_kv_cache.return_value = {}
+    seen: list[tuple[str, int]] = []
+
+    def note(name: str) -> Any:
+        return lambda *args: seen.append((name, context().current_lane()))
+
+    runner = MagicMock(vllm_config=configuration(method), pcp_manager=None, is_encoder_decoder=False, vocab_size=64)
+    runner.cache_config.kv_sharing_fast_prefill = False
+    runner.speculator = MagicMock(spec=module.DraftModelSpeculator)
+    runner.speculator.draft_attn_layer_names = set()
+    runner.speculator.set_attn = note("set_attn")
+    runner.speculator.init_cudagraph_manager = note("init_cudagraph_manager")
+    runner.model_state.initialize_kv_cache = note("target")
+    caches = SimpleNamespace(kv_cache_groups=[])
+    module.GPUModelRunner.initialize_kv_cache(runner, caches, is_profiling=True)
+    lane = int(method == "mtp")
+    assert seen == [("set_attn", lane), ("init_cudagraph_manager", lane), ("target", 0)]
