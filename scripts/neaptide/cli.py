@@ -19,6 +19,7 @@ from neaptide.bench import command as bench
 from neaptide.errors import NeaptideError
 from neaptide.git import GitError
 from neaptide.output import Progress, print_json
+from neaptide.plans import command as plans
 from neaptide.session import Options, Session
 from neaptide.slabs import command as slabs
 
@@ -30,12 +31,14 @@ _COMMANDS = {
     "export": "write the applied series as patches, with manifest and locks",
     "pins": "list the pins, or record a pin's lock",
     "slabs": "bytes of PCIe channels at each pin, by the code that allocates them, upstream's own against patched",
+    "plans": "bytes of the sparse indexer's plans at each pin, by the planner itself, upstream's own against patched",
     "bench": "measure the real engine, upstream's own against patched",
 }
 
 _OWN_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "bench": bench.add_options,
     "slabs": slabs.add_options,
+    "plans": plans.add_options,
 }
 
 
@@ -145,6 +148,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> commands.Result:
     options = _options(args)
     if args.command == "slabs":
         return slabs.run(options, progress)
+    if args.command == "plans":
+        return plans.run(options, progress)
     if args.command == "bench":
         options = bench.options_for(args, options)
         return bench.run(args, options, Session(options, progress))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from neaptide.both_trees import Question
 from neaptide.errors import NeaptideError
 from neaptide.output import Progress
 from neaptide.session import Options
@@ -55,8 +56,9 @@ def test_every_shape_is_in_the_spec() -> None:
 
 def test_a_python_without_what_it_takes_is_an_error(tmp_path: Path) -> None:
     """There is no b12x on the path."""
+    question = Question(command.CHILD, as_spec(), "slabs")
     with pytest.raises(NeaptideError, match=r"sizes could not be computed.*wanted a Python with torch"):
-        command._child(tmp_path, Path(sys.executable))
+        question._answer(tmp_path, Path(sys.executable))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,6 @@ def test_a_python_without_what_it_takes_is_an_error(tmp_path: Path) -> None:
 def test_a_bad_call_is_refused_before_anything_is_fetched(
     options: dict[str, Any], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_sizes_at", lambda *given: pytest.fail("went on"))
+    monkeypatch.setattr(Question, "asked_at", lambda *given: pytest.fail("went on"))
     with pytest.raises(NeaptideError, match=re.escape(found)):
         command.run(Options(root=tmp_path, build=tmp_path, **options), Progress())

@@ -28,6 +28,7 @@ ONESHOT = "comm/pcie/pcie_oneshot.py"
 A2A, RING = "comm/pcie/pcie_dcp_a2a.py", "comm/pcie/pcie_dma.py"
 DROP, LOGITS, RANK = "indexer-drop-previous-logits", "indexer-logits", "oneshot-rank-data"
 POOL, SLABS, DMA = "channel-pool", "exact-slabs", "dma-wire-slots"
+REGIONS, DSA = "indexer-regions", "attention/dsa_indexer"
 SWITCHES, WORKER = "neaptide-switches", "v1/worker/gpu_worker.py"
 BUILDER = "v1/attention/backends/mla/indexer.py"
 CAPTURES, MANAGER, LANES, ESTIMATE = "disposable-captures", "workspace-manager", "workspace-lanes", "graph-estimate"
@@ -55,7 +56,7 @@ class Change:
 
     @property
     def target(self) -> str:
-        return "b12x" if self.file.startswith("comm/") else "vllm"
+        return "b12x" if self.file.startswith(("comm/", "attention/")) else "vllm"
 
     def apply(self, text: str) -> tuple[str, str]:
         """The changed text, and what was put in."""
@@ -203,6 +204,26 @@ DRIFTS |= {
         {"kind": "integer", "regex": "^3$"},
         "4",
         "flash_attn_varlen_func($$$ARGS)",
+    ),
+}
+DRIFTS |= {
+    "the size of a plan": Change(
+        REGIONS,
+        f"{DSA}/scratch.py",
+        "_indexer_paged_scratch_layout",
+        "max(int(cursor), SCRATCH_ALIGN_BYTES)",
+        "$MATCH + 1024",
+    ),
+    "the candidates of a fold": Change(
+        REGIONS, f"{DSA}/paged.py", "index_topk_fp8", "torch.full((q_rows,), $$$ARGS)", "$MATCH.clone()"
+    ),
+    "the fold of a prepared run": Change(
+        REGIONS,
+        f"{DSA}/_preparation.py",
+        "_DsaIndexerState.run",
+        "self.layout.caps.topk",
+        "$MATCH + 0",
+        "index_topk_fp8($$$ARGS)",
     ),
 }
 MOVES = {

@@ -47,6 +47,14 @@ B12X_GIT = {
     "comm/test_pcie_ipc_lifecycle.py": 25,
     "comm/test_pcie_preallocation_setup.py": 15,
     "comm/test_pcie_dma_mode.py": 47,
+    "attention/test_paged_indexer_integration.py": 16,
+    "attention/test_fused_indexer.py": 55,
+    "attention/test_indexer_kernel_bindings.py": 7,
+    "attention/test_nsa_indexer.py": 5,
+    "attention/test_attention_nsa_indexer_reference.py": 5,
+    "attention/test_attention_nsa_indexer_api.py": 7,
+    "attention/test_attention_msa_indexer_api.py": 1,
+    "attention/test_attention_msa_indexer_reference.py": 6,
 }
 Outcomes = dict[str, str]
 

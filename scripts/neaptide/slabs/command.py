@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from neaptide.archive import unpack
 from neaptide.bench.results import MIB, headed_table
-from neaptide.bench.view import make_view
-from neaptide.errors import ExitCode, NeaptideError
-from neaptide.fetch import sdist_path
+from neaptide.both_trees import PINS, Question
+from neaptide.errors import ExitCode
 from neaptide.output import Progress
-from neaptide.session import Options, Session
+from neaptide.session import Options
 from neaptide.slabs.cases import DEPLOYMENTS, RINGS, Deployment, as_spec
 
-TARGET = "b12x"
-PINS = ("current", "r12")
 CHILD = Path(__file__).with_name("child.py")
 RING_BYTES = ("slab_bytes", "stage_bytes", "total_bytes")
 # Measured: tests/bench/results/pcie-current-h200x2.json.
@@ -39,66 +31,17 @@ def add_options(sub: argparse.ArgumentParser) -> None:
 
 def run(options: Options, progress: Progress) -> tuple[ExitCode, dict[str, Any]]:
     """Sizes of every shape at the chosen pin, or at all pins that have PCIe pools with named channels."""
-    _check(options)
+    question = Question(CHILD, as_spec(), "slabs")
+    question.check(options)
     rows: list[Row] = []
     for pin in [options.pin] if options.pin else PINS:
-        upstream, patched = _sizes_at(replace(options, pin=pin, targets=(TARGET,), dry_run=True), progress)
+        upstream, patched = (
+            {_key(row["shape"]): row for row in answer} for answer in question.asked_at(pin, options, progress)
+        )
         rows += [row for d in DEPLOYMENTS for row in deployment_rows(pin, d, upstream, patched)]
         rows += ring_rows(pin, upstream, patched)
     _show(rows, progress)
     return ExitCode.DONE, {"rows": rows}
-
-
-def _check(options: Options) -> None:
-    """Refuse a pin whose pools have no named channels, another target, and a Python that is none."""
-    if options.pin not in (None, *PINS):
-        raise _refuse(f"pin {options.pin!r}", f"one of {', '.join(PINS)}", "Leave --pin out for both.")
-    if options.targets not in ((), (TARGET,)):
-        raise _refuse(f"target {options.targets[0]!r}", TARGET, "Leave --target out.")
-    if options.python is not None and not os.access(options.python, os.X_OK):
-        raise _refuse(f"no program {options.python}", "a Python with torch", "Check the path.")
-
-
-def _refuse(found: str, wanted: str, todo: str) -> NeaptideError:
-    return NeaptideError(found, wanted=wanted, todo=todo, where="slabs")
-
-
-def _sizes_at(options: Options, progress: Progress) -> tuple[Sizes, Sizes]:
-    session = Session(options, progress)
-    work = session.places(create=True)[0]
-    plan = session.plan(work, session.series(TARGET))
-    if plan.exit_code() is not ExitCode.DONE:
-        raise NeaptideError(
-            f"the series does not plan clean at {session.pin.name}", wanted="a series that `neaptide apply` takes",
-            todo="Run `neaptide apply --dry-run` with this pin.", code=plan.exit_code(),
-        )  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="neaptide-slabs-") as name:
-        source = sdist_path(work.artefact, frozen=False, progress=progress)
-        tree = Path(name) / "pristine"
-        unpack(source, source.name.removesuffix(".tar.gz"), tree)
-        view = make_view(tree / work.artefact.package, plan.files, Path(name) / "patched").parent
-        return _child(tree, options.python), _child(view, options.python)
-
-
-def _child(tree: Path, python: Path | None) -> Sizes:
-    """Sizes of all shapes by the b12x in ``tree``."""
-    with tempfile.TemporaryDirectory(prefix="neaptide-slabs-") as name:
-        spec, result = Path(name) / "spec.json", Path(name) / "result.json"
-        spec.write_text(json.dumps(as_spec()))
-        # The switches of b12x's transports change sizes: none is inherited.
-        env = {key: value for key, value in os.environ.items() if not key.startswith("B12X_")}
-        done = subprocess.run(
-            [str(python or sys.executable), str(CHILD), str(spec), str(result)],
-            env=env | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if not result.is_file():
-            raise _refuse(
-                f"sizes could not be computed: {(done.stderr.strip() or 'no output').splitlines()[-1]}",
-                "a Python with torch and what b12x imports",
-                "Name one with --python.",
-            )
-        return {_key(row["shape"]): row for row in json.loads(result.read_text())}
 
 
 def _key(shape: Mapping[str, Any]) -> str:

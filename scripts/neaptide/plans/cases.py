@@ -1,0 +1,44 @@
+"""The plans that ``neaptide plans`` shows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """Capacities of a plan: query rows, tokens of context, ``fp8`` or ``mxfp4`` keys.
+
+    Attributes:
+        sms: multiprocessors of the device. A planner on a CPU takes 1; an RTX 6000 Pro Blackwell has 188.
+    """
+
+    mode: str
+    rows: int
+    tokens: int
+    keys: str = "fp8"
+    sms: int = 1
+
+    @property
+    def name(self) -> str:
+        device = "" if self.sms == 1 else f", {self.sms} SMs"
+        return f"{self.mode} {self.rows} rows, {self.tokens // 1024}K, {self.keys}{device}"
+
+
+TOKENS = (65536, 524288, 1 << 20)
+DECODE = (4, 16, 17, 48, 64)
+PREFILL = (256, 512, 1024, 2048, 3072, 4096)
+CASES = tuple(
+    PlanCase(mode, rows, tokens, keys, sms)
+    for keys in ("fp8", "mxfp4")
+    for mode, counts in (("decode", DECODE), ("prefill", PREFILL))
+    for tokens in TOKENS
+    for rows in counts
+    for sms in ((1, 188) if keys == "fp8" and mode == "decode" and rows <= 16 else (1,))
+)
+
+
+def as_spec() -> list[dict[str, Any]]:
+    """What the child program is given."""
+    return [asdict(case) for case in CASES]

@@ -1,0 +1,76 @@
+"""The ``plans`` command: what plans of the sparse indexer reserve at each pin, by upstream's planner and by ours."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from neaptide.bench.results import MIB, headed_table
+from neaptide.both_trees import PINS, Question
+from neaptide.errors import ExitCode
+from neaptide.output import Progress
+from neaptide.plans.cases import PlanCase, as_spec
+from neaptide.session import Options
+
+CHILD = Path(__file__).with_name("child.py")
+COLUMNS = ("pin", "plan", "route", "upstream, B", "patched, B", "beside it in a call, B", "MiB")
+REGION_COLUMNS = ("pin", "plan", "region", "upstream, B", "patched, B", "shares")
+Row = dict[str, Any]
+
+
+def add_options(sub: argparse.ArgumentParser) -> None:
+    """Options of ``neaptide plans``."""
+    sub.add_argument("--python", default=None, help="an interpreter that has torch (default: this one)")
+
+
+def run(options: Options, progress: Progress) -> tuple[ExitCode, dict[str, Any]]:
+    """Plans of every case at the chosen pin, or at both."""
+    question = Question(CHILD, as_spec(), "plans")
+    question.check(options)
+    rows: list[Row] = []
+    for pin in [options.pin] if options.pin else PINS:
+        upstream, patched = question.asked_at(pin, options, progress)
+        rows += [compared(pin, mine, theirs) for mine, theirs in zip(patched, upstream, strict=True)]
+    headed_table("plans", COLUMNS, [table_row(row) for row in rows], progress)
+    headed_table("regions", REGION_COLUMNS, [line for row in rows for line in region_rows(row)], progress)
+    return ExitCode.DONE, {"rows": rows}
+
+
+def compared(pin: str, patched: Mapping[str, Any], upstream: Mapping[str, Any]) -> Row:
+    """One case of both trees."""
+    return {"pin": pin, "plan": PlanCase(**patched["case"]).name, "upstream": upstream, "patched": patched}
+
+
+def table_row(row: Row) -> list[str]:
+    upstream, patched = row["upstream"], row["patched"]
+    if "none" in upstream:
+        return [row["pin"], row["plan"], "none", upstream["none"], "", "", ""]
+    beside = f"{upstream['transient_bytes']:,} / {patched['transient_bytes']:,}"
+    sizes = f"{upstream['nbytes'] / MIB:.2f} / {patched['nbytes'] / MIB:.2f}"
+    return [
+        row["pin"],
+        row["plan"],
+        patched["route"],
+        f"{upstream['nbytes']:,}",
+        f"{patched['nbytes']:,}",
+        beside,
+        sizes,
+    ]
+
+
+def region_rows(row: Row) -> list[list[str]]:
+    """A line for each region that either tree has."""
+    if "none" in row["upstream"]:
+        return []
+    theirs = {region["name"]: region for region in row["upstream"]["regions"]}
+    mine = {region["name"]: region for region in row["patched"]["regions"]}
+
+    def size(regions: Mapping[str, Mapping[str, Any]], name: str) -> str:
+        return f"{regions[name]['nbytes']:,}" if name in regions else ""
+
+    return [
+        [row["pin"], row["plan"], name, size(theirs, name), size(mine, name), mine.get(name, {}).get("shares", "")]
+        for name in dict.fromkeys([*theirs, *mine])
+    ]
