@@ -215,7 +215,7 @@ DRIFTS |= {
         "$MATCH + 1024",
     ),
     "the candidates of a fold": Change(
-        REGIONS, f"{DSA}/paged.py", "index_topk_fp8", "torch.full((q_rows,), $$$ARGS)", "$MATCH.clone()"
+        REGIONS, f"{DSA}/paged.py", "index_topk_fp8", "total_slices * topk", "$MATCH + 0", "torch.full($$$ARGS)"
     ),
     "the fold of a prepared run": Change(
         REGIONS,

@@ -23,6 +23,8 @@ LENGTH_BYTES = 4
 DEFAULT_BUDGET_MIB = 256
 MODE = "B12X_INDEXER_TWO_LEVEL_FOLD"
 BUDGET_MIB = "B12X_INDEXER_TWO_LEVEL_FOLD_MAX_MIB"
+# Count of each supertile, and how many come before it.
+Slices = tuple[tuple[int, int], ...]
 PHYSICAL = "physical output requires the carry chain"
 SHORT = "the context is below two slices"
 OFF = "the plan's policy has the fold off"
@@ -106,7 +108,7 @@ class Fold:
     Has the fields of upstream's plan, whose place it takes.
     """
 
-    slices: tuple[tuple[int, int], ...] = ()
+    slices: Slices = ()
     total_slices: int = 0
     candidate_nbytes: int = 0
     budget_nbytes: int = 0
