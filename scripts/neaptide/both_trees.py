@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,11 @@ from neaptide.session import Options, Session
 
 TARGET = "b12x"
 PINS = ("current", "r12")
+
+
+def add_options(sub: argparse.ArgumentParser) -> None:
+    """Options of a command that asks both trees."""
+    sub.add_argument("--python", default=None, help="an interpreter that has torch (default: this one)")
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,12 @@ class Question:
             raise self.refuse(f"target {options.targets[0]!r}", TARGET, "Leave --target out.")
         if options.python is not None and not os.access(options.python, os.X_OK):
             raise self.refuse(f"no program {options.python}", "a Python with torch", "Check the path.")
+
+    def asked(self, options: Options, progress: Progress) -> Iterator[tuple[str, Any, Any]]:
+        """At the chosen pin, or at all: the pin, what upstream's code answers, and what the patched one does."""
+        self.check(options)
+        for pin in [options.pin] if options.pin else PINS:
+            yield (pin, *self.asked_at(pin, options, progress))
 
     def asked_at(self, pin: str, options: Options, progress: Progress) -> tuple[Any, Any]:
         """What upstream's code answers at a pin, and what the patched one does."""

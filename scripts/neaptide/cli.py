@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from neaptide import __version__, commands, pinning
+from neaptide import __version__, both_trees, commands, pinning
 from neaptide.bench import command as bench
 from neaptide.errors import NeaptideError
 from neaptide.git import GitError
@@ -37,8 +37,8 @@ _COMMANDS = {
 
 _OWN_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "bench": bench.add_options,
-    "slabs": slabs.add_options,
-    "plans": plans.add_options,
+    "slabs": both_trees.add_options,
+    "plans": both_trees.add_options,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from neaptide import contract
 from neaptide.contract import broken_promises
 from toy import (
     MODULE,
@@ -142,3 +143,22 @@ def test_files_of_other_names(upstream: Upstream, file: str, text: str) -> None:
     assert upstream.run("pins", "--lock", "current")[0] == 0
     assert upstream.run("apply")[0] == 0
     assert (upstream.folder / file).read_text() == "import math\n" + text
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from vllm.v1.worker.workspace import lock", True),
+        ("import vllm.v1.worker.workspace as w", True),
+        ("vllm.v1.worker.workspace.lock()", True),
+        ("from .workspace import lock", True),
+        ("    from . import workspace", True),
+        ("if x: from vllm.v1.worker import workspace", True),
+        ("from vllm.v1.worker import (\n    other,\n    workspace,\n)", True),
+        ("from vllm.v1.worker import other, \\\n    workspace", True),
+        ("workspace = 5\nfrom vllm.v1.worker import other\n", False),
+        ("from vllm.v1.worker import other\nworkspace()", False),
+    ],
+)
+def test_modules_that_may_import_a_replaced_one_are_read(text: str, found: bool) -> None:
+    assert contract._may_import(text.encode(), "vllm.v1.worker.workspace") == found

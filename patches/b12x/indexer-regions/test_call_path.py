@@ -126,3 +126,37 @@ def test_a_scratch_of_another_maker_carries(monkeypatch: pytest.MonkeyPatch) -> 
     assert "finish" not in [kind for kind, _, _ in call.launches]
     assert chosen(indices) == expected(scores, lengths, TOPK)
     assert call.allocations.made == []
+
+
+@pytest.mark.parametrize("rows", [18, 20])
+@pytest.mark.parametrize("wants_scores", [True, False])
+def test_a_prepared_plan_has_every_launcher_that_a_fold_asks_for(
+    monkeypatch: pytest.MonkeyPatch, rows: int, wants_scores: bool
+) -> None:
+    """Keys are the number of slices, and whether scores are put out; before 1.3 nothing is prepared."""
+    shapes = op_module("fold_sizes")
+    if not hasattr(op_module("api"), "Binding"):
+        return
+    module = op_module("fold_launchers")
+    gathered: dict[object, dict[str, object]] = {}
+    monkeypatch.setattr(module, "run_tiled_topk", lambda **given: gathered.update({given["extent_splits"]: given}))
+    monkeypatch.setattr(module, "run_row_topk", lambda **given: gathered.update({"row": given}))
+    for mode, folds in ((ON, True), (OFF, False)):
+        gathered.clear()
+        call = decode(monkeypatch, rows, 131072, mode)
+        table = torch.zeros((rows, 2048), dtype=torch.int32)
+        lengths = torch.ones(rows, dtype=torch.int32)
+        binding = call.plan.bind(scratch=call.storage, real_page_table=table, cache_seqlens_int32=lengths)
+        outputs = {"output_indices": torch.zeros((rows, TOPK), dtype=torch.int32)}
+        outputs["output_scores"] = torch.zeros((rows, TOPK)) if wants_scores else None
+        sink: dict[object, object] = {}
+        module.gather_fold_launchers(call.plan, binding, outputs, sink)
+        asked = {
+            slices
+            for width in range(1, 2049)
+            for slices in shapes.FoldShape(rows, TOPK, width, 64, SUPERTILE // 64).slice_counts()
+        }
+        assert asked == {1, 2}
+        assert set(gathered) == ({*asked, "row"} if folds else set())
+        assert all(given["launcher_sink"] is sink for given in gathered.values())
+        assert not folds or gathered["row"]["write_values"] == wants_scores

@@ -58,6 +58,9 @@ def regions_of(plan: Any) -> list[dict[str, Any]]:
                 "nbytes": item.region.nbytes,
                 "offset": item.offset,
                 "shares": item.region.shares,
+                "written_by": item.region.written_by,
+                "read_by": item.region.read_by,
+                "live": item.region.live,
             }
             for item in memory.placed
             if item.region.nbytes

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from neaptide.bench.results import MIB, headed_table
-from neaptide.both_trees import PINS, Question
+from neaptide.both_trees import Question
 from neaptide.errors import ExitCode
 from neaptide.output import Progress
 from neaptide.plans.cases import PlanCase, as_spec
@@ -20,18 +19,10 @@ REGION_COLUMNS = ("pin", "plan", "region", "upstream, B", "patched, B", "shares"
 Row = dict[str, Any]
 
 
-def add_options(sub: argparse.ArgumentParser) -> None:
-    """Options of ``neaptide plans``."""
-    sub.add_argument("--python", default=None, help="an interpreter that has torch (default: this one)")
-
-
 def run(options: Options, progress: Progress) -> tuple[ExitCode, dict[str, Any]]:
     """Plans of every case at the chosen pin, or at both."""
-    question = Question(CHILD, as_spec(), "plans")
-    question.check(options)
     rows: list[Row] = []
-    for pin in [options.pin] if options.pin else PINS:
-        upstream, patched = question.asked_at(pin, options, progress)
+    for pin, upstream, patched in Question(CHILD, as_spec(), "plans").asked(options, progress):
         rows += [compared(pin, mine, theirs) for mine, theirs in zip(patched, upstream, strict=True)]
     headed_table("plans", COLUMNS, [table_row(row) for row in rows], progress)
     headed_table("regions", REGION_COLUMNS, [line for row in rows for line in region_rows(row)], progress)

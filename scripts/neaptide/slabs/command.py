@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from neaptide.bench.results import MIB, headed_table
-from neaptide.both_trees import PINS, Question
+from neaptide.both_trees import Question
 from neaptide.errors import ExitCode
 from neaptide.output import Progress
 from neaptide.session import Options
@@ -24,20 +23,11 @@ Row = dict[str, Any]
 Sizes = dict[str, dict[str, int]]
 
 
-def add_options(sub: argparse.ArgumentParser) -> None:
-    """Options of ``neaptide slabs``."""
-    sub.add_argument("--python", default=None, help="an interpreter that has torch (default: this one)")
-
-
 def run(options: Options, progress: Progress) -> tuple[ExitCode, dict[str, Any]]:
     """Sizes of every shape at the chosen pin, or at all pins that have PCIe pools with named channels."""
-    question = Question(CHILD, as_spec(), "slabs")
-    question.check(options)
     rows: list[Row] = []
-    for pin in [options.pin] if options.pin else PINS:
-        upstream, patched = (
-            {_key(row["shape"]): row for row in answer} for answer in question.asked_at(pin, options, progress)
-        )
+    for pin, *answers in Question(CHILD, as_spec(), "slabs").asked(options, progress):
+        upstream, patched = ({_key(row["shape"]): row for row in answer} for answer in answers)
         rows += [row for d in DEPLOYMENTS for row in deployment_rows(pin, d, upstream, patched)]
         rows += ring_rows(pin, upstream, patched)
     _show(rows, progress)

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from .fold_sizes import SLICE_TOKENS
+from .paged import _PAGED_INDEX_TILE_BLOCK_K, _PAGED_INDEX_TILE_BLOCK_Q
 from .paged_regions import PACKED
 from .tiled_topk import run_row_topk, run_tiled_topk
-
-TILE_ROWS = 32
-TILE_KEYS = 256
 
 
 def most_splits(supertile_tokens: int, tokens: int) -> int:
@@ -36,7 +34,7 @@ def gather_fold_launchers(layout: Any, binding: Any, values: Mapping[str, Any], 
         return
     caps, scratch = layout.inner.caps, binding.scratch
     rows, topk, device = int(binding.cache_seqlens_int32.shape[0]), int(caps.topk), scratch.device
-    block_k = int(scratch.prefill_block_k) if binding.route == PACKED else TILE_KEYS
+    block_k = int(scratch.prefill_block_k) if binding.route == PACKED else _PAGED_INDEX_TILE_BLOCK_K
     supertile = int(layout.layout.supertile_tokens)
     for splits in range(1, most_splits(supertile, int(caps.max_page_table_width) * int(caps.page_size)) + 1):
         run_tiled_topk(
@@ -44,7 +42,7 @@ def gather_fold_launchers(layout: Any, binding: Any, values: Mapping[str, Any], 
             k_start=None,
             lengths=binding.cache_seqlens_int32,
             topk=topk,
-            block_q=TILE_ROWS,
+            block_q=_PAGED_INDEX_TILE_BLOCK_Q,
             block_k=block_k,
             output_values=torch.empty((rows * splits, topk), dtype=torch.float32, device=device),
             output_indices=torch.empty((rows * splits, topk), dtype=torch.int32, device=device),

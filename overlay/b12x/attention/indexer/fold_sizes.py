@@ -6,7 +6,7 @@ pass selects from all of them. The other route, the carry chain, selects after e
 and the new scores. Both are exact; sets can differ among equal scores at the cut, as between any two runs.
 
 The number of slices is not monotone in the width: a supertile has one slice at least, and above 32 slices they grow.
-So a fold that was reserved for the planned width does not bound narrower calls, and every call asks :meth:`Fold.fits`.
+So a fold that was reserved for the planned width does not bound narrower calls: each asks :func:`fold_within`.
 """
 
 from __future__ import annotations

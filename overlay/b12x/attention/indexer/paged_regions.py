@@ -18,7 +18,8 @@ from .fold_sizes import FoldPolicy, FoldShape, fold_policy, reserved_for
 
 ALIGNMENT = 1024
 WORD = 4
-FUSED, TILED, PACKED = "paged_fused", "paged_tiled", "packed_contiguous"
+KEY_BYTES = 128
+FUSED, PACKED = "paged_fused", "packed_contiguous"
 ABSENT = -1
 
 
@@ -60,8 +61,7 @@ class PagedMemory:
         placed: the regions in their order.
         nbytes: of the whole scratch.
         fold_offset, fold_bytes: where a fold's candidates go; 0 bytes for no fold.
-        fold_limit: the most of it that a call may take, by the policy.
-        folds: whether the policy, as it was when the plan was made, lets calls fold.
+        policy: of the fold, as it was when the plan was made.
         notes: what was left out or shared, and why.
     """
 
@@ -69,9 +69,18 @@ class PagedMemory:
     nbytes: int
     fold_offset: int
     fold_bytes: int
-    fold_limit: int
-    folds: bool
+    policy: FoldPolicy
     notes: tuple[str, ...]
+
+    @property
+    def folds(self) -> bool:
+        """Whether the policy lets calls fold."""
+        return self.policy.mode != "off"
+
+    @property
+    def fold_limit(self) -> int:
+        """The most of ``fold_bytes`` that a call may take, by the policy."""
+        return min(self.fold_bytes, self.policy.budget) if self.policy.mode == "auto" else self.fold_bytes
 
     def offset_of(self, name: str) -> int:
         """Offset of a region in bytes, or :data:`ABSENT`."""
@@ -118,7 +127,7 @@ def regions_of(caps: Any, layout: Any, policy: FoldPolicy) -> list[Region]:
     keys, pack = int(layout.gather_k_rows), int(layout.fused_pack_elements)
     no_pack = "" if fused else "only the fused route merges across blocks"
     return [
-        region("gather_k_quant", keys * 128, "gather", "score", "gather-score", gathers),
+        region("gather_k_quant", keys * KEY_BYTES, "gather", "score", "gather-score", gathers),
         region("gather_k_scale", keys * WORD, "gather", "score", "gather-score", gathers),
         region("contiguous_lengths", rows * WORD, "gather", "score", "gather-score", gathers),
         region("runtime_lengths", rows * WORD, "gather", "score", "gather-score", gathers),
@@ -182,8 +191,7 @@ def memory_of(caps: Any, layout: Any, policy: FoldPolicy | None = None) -> Paged
         max(nbytes, ALIGNMENT),
         fold_offset=start,
         fold_bytes=end - start,
-        fold_limit=min(end - start, policy.budget) if policy.mode == "auto" else end - start,
-        folds=policy.mode != "off",
+        policy=policy,
         notes=tuple(notes),
     )
 
