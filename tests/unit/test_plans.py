@@ -31,6 +31,7 @@ def test_the_cases_are_those_of_the_sizes_in_question() -> None:
     assert {case.tokens for case in CASES} == {1 << 16, 1 << 19, 1 << 20}
     assert {case.keys for case in CASES} == {"fp8", "mxfp4"}
     assert {case.rows for case in CASES if case.sms == 188} == {4, 16}, "the fused route asks the device"
+    assert {(case.keys, case.budget_mib) for case in CASES if case.budget_mib} == {("fp8", 192), ("mxfp4", 1024)}
 
 
 def test_a_plan_and_its_regions_side_by_side() -> None:
@@ -49,7 +50,15 @@ def test_a_plan_that_upstream_refuses() -> None:
     refused = {"case": vars(CASE), "none": "too large"}
     row = command.compared("current", refused, refused)
     assert command.table_row(row)[2:4] == ["none", "too large"]
-    assert command.region_rows(row) == []
+    assert command.region_rows(row) == command.budget_rows(row) == []
+
+
+def test_a_plan_that_only_a_budget_makes_possible() -> None:
+    bounded = answer(96, ("scores", 96)) | {"launches": 3, "given_up": ["3 launches of 32 rows"]}
+    row = command.compared("current", bounded, {"case": vars(CASE), "none": "too large"})
+    assert command.table_row(row)[2:6] == ["paged_tiled", "too large", "96", " / 0"]
+    assert command.budget_rows(row) == [["current", CASE.name, "3", "3 launches of 32 rows"]]
+    assert command.region_rows(row) == [["current", CASE.name, "scores", "", "96", ""]]
 
 
 def test_a_bad_call_is_refused_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

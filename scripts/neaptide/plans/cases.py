@@ -12,6 +12,7 @@ class PlanCase:
 
     Attributes:
         sms: multiprocessors of the device. A planner on a CPU takes 1; an RTX 6000 Pro Blackwell has 188.
+        budget_mib: what the plan may take; 0 for no budget. Upstream has none, and plans without.
     """
 
     mode: str
@@ -19,23 +20,30 @@ class PlanCase:
     tokens: int
     keys: str = "fp8"
     sms: int = 1
+    budget_mib: int = 0
 
     @property
     def name(self) -> str:
         device = "" if self.sms == 1 else f", {self.sms} SMs"
-        return f"{self.mode} {self.rows} rows, {self.tokens // 1024}K, {self.keys}{device}"
+        bound = f", under {self.budget_mib:,} MiB" if self.budget_mib else ""
+        return f"{self.mode} {self.rows} rows, {self.tokens // 1024}K, {self.keys}{device}{bound}"
 
 
 TOKENS = (65536, 524288, 1 << 20)
 DECODE = (4, 16, 17, 48, 64)
 PREFILL = (256, 512, 1024, 2048, 3072, 4096)
-CASES = tuple(
+_WITHOUT_BUDGET = tuple(
     PlanCase(mode, rows, tokens, keys, sms)
     for keys in ("fp8", "mxfp4")
     for mode, counts in (("decode", DECODE), ("prefill", PREFILL))
     for tokens in TOKENS
     for rows in counts
     for sms in ((1, 188) if keys == "fp8" and mode == "decode" and rows <= 16 else (1,))
+)
+CASES = (
+    *_WITHOUT_BUDGET,
+    *(PlanCase("prefill", rows, tokens, budget_mib=192) for tokens in TOKENS for rows in (3072, 4096)),
+    *(PlanCase("prefill", rows, tokens, "mxfp4", budget_mib=1024) for tokens in TOKENS for rows in (3072, 4096)),
 )
 
 

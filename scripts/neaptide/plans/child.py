@@ -33,7 +33,9 @@ def planned(case: dict[str, Any]) -> Any:
     """The plan of a case."""
     scratch = module("scratch")
     prefill = case["mode"] == "prefill"
-    keys = {} if case["keys"] == "fp8" else {"cache_format": case["keys"]}
+    keys: dict[str, Any] = {} if case["keys"] == "fp8" else {"cache_format": case["keys"]}
+    if case["budget_mib"] and "plan_budget" in scratch.B12XIndexerScratchCaps.__dataclass_fields__:
+        keys["plan_budget"] = module("plan_budget").Budget(plan_bytes=case["budget_mib"] << 20)
     properties = SimpleNamespace(multi_processor_count=case["sms"], major=12, minor=0)
     with patch.object(torch.cuda, "get_device_properties", lambda *_: properties):
         return scratch.plan_indexer_scratch(
@@ -100,6 +102,7 @@ def row(case: dict[str, Any]) -> dict[str, Any]:
     (nbytes,) = (spec.shape[0] for spec in plan.scratch_specs())
     fp8 = case["keys"] == "fp8"
     memory = getattr(plan.layout, "memory", None) if fp8 else None
+    choice = getattr(plan.inner.caps, "choice", None)
     return {
         "case": case,
         "nbytes": nbytes,
@@ -107,6 +110,8 @@ def row(case: dict[str, Any]) -> dict[str, Any]:
         "regions": regions_of(plan),
         "route": plan.layout.route if fp8 else "mxfp4",
         "notes": [] if memory is None else list(memory.notes),
+        "launches": 1 if choice is None else -(-choice.call_rows // choice.rows),
+        "given_up": [] if choice is None else list(choice.reasons),
     }
 
 

@@ -15,6 +15,7 @@ from neaptide.session import Options
 
 CHILD = Path(__file__).with_name("child.py")
 COLUMNS = ("pin", "plan", "route", "upstream, B", "patched, B", "beside it in a call, B", "MiB")
+BUDGET_COLUMNS = ("pin", "plan", "launches", "given up for the budget, in order")
 REGION_COLUMNS = ("pin", "plan", "region", "upstream, B", "patched, B", "shares")
 Row = dict[str, Any]
 
@@ -25,6 +26,7 @@ def run(options: Options, progress: Progress) -> tuple[ExitCode, dict[str, Any]]
     for pin, upstream, patched in Question(CHILD, as_spec(), "plans").asked(options, progress):
         rows += [compared(pin, mine, theirs) for mine, theirs in zip(patched, upstream, strict=True)]
     headed_table("plans", COLUMNS, [table_row(row) for row in rows], progress)
+    headed_table("budgets", BUDGET_COLUMNS, [line for row in rows for line in budget_rows(row)], progress)
     headed_table("regions", REGION_COLUMNS, [line for row in rows for line in region_rows(row)], progress)
     return ExitCode.DONE, {"rows": rows}
 
@@ -35,27 +37,25 @@ def compared(pin: str, patched: Mapping[str, Any], upstream: Mapping[str, Any]) 
 
 
 def table_row(row: Row) -> list[str]:
-    upstream, patched = row["upstream"], row["patched"]
-    if "none" in upstream:
-        return [row["pin"], row["plan"], "none", upstream["none"], "", "", ""]
-    beside = f"{upstream['transient_bytes']:,} / {patched['transient_bytes']:,}"
-    sizes = f"{upstream['nbytes'] / MIB:.2f} / {patched['nbytes'] / MIB:.2f}"
-    return [
-        row["pin"],
-        row["plan"],
-        patched["route"],
-        f"{upstream['nbytes']:,}",
-        f"{patched['nbytes']:,}",
-        beside,
-        sizes,
-    ]
+    """One line; a plan that is refused shows why in place of its bytes."""
+    sides = (row["upstream"], row["patched"])
+    sizes = [side.get("none") or f"{side['nbytes']:,}" for side in sides]
+    beside = " / ".join(f"{side['transient_bytes']:,}" if "nbytes" in side else "" for side in sides)
+    mib = " / ".join(f"{side['nbytes'] / MIB:.2f}" if "nbytes" in side else "none" for side in sides)
+    return [row["pin"], row["plan"], row["patched"].get("route", "none"), *sizes, beside, mib]
+
+
+def budget_rows(row: Row) -> list[list[str]]:
+    """A line for each thing that a plan gave up for its budget."""
+    patched = row["patched"]
+    return [[row["pin"], row["plan"], str(patched["launches"]), why] for why in patched.get("given_up", ())]
 
 
 def region_rows(row: Row) -> list[list[str]]:
     """A line for each region that either tree has."""
-    if "none" in row["upstream"]:
+    if "none" in row["patched"]:
         return []
-    theirs = {region["name"]: region for region in row["upstream"]["regions"]}
+    theirs = {region["name"]: region for region in row["upstream"].get("regions", ())}
     mine = {region["name"]: region for region in row["patched"]["regions"]}
 
     def size(regions: Mapping[str, Mapping[str, Any]], name: str) -> str:

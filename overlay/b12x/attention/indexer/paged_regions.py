@@ -120,6 +120,9 @@ def regions_of(caps: Any, layout: Any, policy: FoldPolicy) -> list[Region]:
     folds, no_fold = reserved_for(
         fold_shape(caps, layout), policy, decode=caps.mode == "decode", physical=bool(caps.output_physical_slots)
     )
+    choice = getattr(caps, "choice", None)  # of a plan with a budget
+    if folds and choice is not None and not choice.fold:
+        folds, no_fold = 0, "the plan's budget"
 
     def region(name: str, nbytes: int, writer: str, reader: str, live: str, absent: str = "", **more: Any) -> Region:
         return Region(name, 0 if absent else nbytes, writer, reader, live, absent_because=absent, **more)
@@ -184,6 +187,7 @@ def memory_of(caps: Any, layout: Any, policy: FoldPolicy | None = None) -> Paged
     start = min((item.offset for item in shared), default=0)
     end = max((item.offset + aligned(item.region.nbytes) for item in shared), default=0)
     notes = [f"{item.region.name}: none, {item.region.absent_because}" for item in placed if item.region.absent_because]
+    notes += getattr(getattr(caps, "choice", None), "reasons", ())
     if len(shared) > 2:
         notes.append("fold and carry share their bytes: a call has one of them")
     return PagedMemory(
