@@ -57,7 +57,9 @@ def gather_fold_launchers(layout: Any, binding: Any, values: Mapping[str, Any], 
             launcher_sink=gathered,
         )
     candidates = torch.empty((rows, 2 * topk), dtype=torch.float32, device=device)
-    indices, scores = values["output_indices"], values["output_scores"]
+    # Of one launch, where a call is several.
+    indices, scores = values["output_indices"][:rows], values["output_scores"]
+    scores = None if scores is None else scores[:rows]
     run_row_topk(
         row_logits=candidates,
         lengths=binding.cache_seqlens_int32,

@@ -5,8 +5,9 @@
 2. The fold gives up what it has beyond the carry.
 3. Supertiles of 16,384 tokens instead of 32,768. Not below: a supertile is one slice of the fold at least, so smaller
    ones grow its candidates, and each costs another pass over the carry.
-4. Fewer query rows in one launch, in chunks of equal size, multiples of 32. A row's scores and selection depend on that
-   row alone, so chunks change no result but the choice among equal scores at the cut, as between any two runs.
+4. Fewer query rows in one launch, in chunks of one size, a multiple of 32; the last may be smaller. A row's scores and
+   selection depend on that row alone, so chunks change no result but the choice among equal scores at the cut, as
+   between any two runs.
 
 MXFP4 plans have step 4 alone: their selection reads a row at its whole width, and callers that reduce scores over ranks
 read the matrix itself, so supertiles would change what the plan is; chunks change nothing.
@@ -114,9 +115,7 @@ def chosen(budget: Budget, *, rows: int, supertile: int, size: Callable[[int, in
 def _in_chunks(bound: int, whole: Choice, least: int, size: Callable[[int, int, bool], int]) -> Choice:
     """The fewest launches that are within the bound."""
     for launches in range(2, -(-whole.rows // least) + 1):
-        chunk = -(-whole.rows // launches // ROW_MULTIPLE) * ROW_MULTIPLE
-        if chunk < least:
-            break
+        chunk = max(least, -(-whole.rows // launches // ROW_MULTIPLE) * ROW_MULTIPLE)
         if (nbytes := size(chunk, whole.supertile, False)) <= bound:
             why = f"{launches} launches of {chunk:,} rows: {whole.nbytes:,} B -> {nbytes:,} B"
             return replace(whole, rows=chunk, fold=False, nbytes=nbytes, reasons=(*whole.reasons, why))
@@ -187,7 +186,7 @@ def mxfp4_within_budget(caps: Any, plan_of: Callable[[Any], Any]) -> Any:
         try:
             return int(plan_of(launch(rows)).nbytes)
         except ValueError:  # more scores than its selection can address
-            return -(-rows // ROW_MULTIPLE) * int(plan_of(launch(ROW_MULTIPLE)).nbytes)
+            return max(-(-rows // ROW_MULTIPLE) * int(plan_of(launch(ROW_MULTIPLE)).nbytes), budget.bound + 1)
 
     choice = chosen(budget, rows=int(caps.max_q_rows), supertile=0, size=size, least=ROW_MULTIPLE)
     return launch(choice.rows, choice)

@@ -55,11 +55,18 @@ def launches_of(caps: Any, rows: int) -> tuple[tuple[int, int], ...]:
     return chunk_bounds(rows, choice.rows)
 
 
+def _require_rows(operands: Mapping[str, torch.Tensor], rows: int, of: str) -> None:
+    for name, tensor in operands.items():
+        if int(tensor.shape[0]) != rows:
+            raise ValueError(f"{name} has {int(tensor.shape[0]):,} rows, wanted {rows:,}, as {of} has")
+
+
 def bound_in_chunks(bind: Callable[..., Any], caps: Any, **operands: Any) -> Any:
     """Upstream's binding of a call, or one of each chunk where its rows are more than a launch takes.
 
     Raises:
-        ValueError: more rows than were planned, or a ``schedule_metadata``, which is of a whole call.
+        ValueError: more rows than were planned, lengths of other rows, or a ``schedule_metadata``, which is of a
+            whole call.
     """
     launches = launches_of(caps, int(operands["real_page_table"].shape[0]))
     if not launches:
@@ -69,6 +76,7 @@ def bound_in_chunks(bind: Callable[..., Any], caps: Any, **operands: Any) -> Any
             f"schedule_metadata with launches of {caps.choice.rows:,} rows; leave it out, or raise plan_bytes"
         )
     table, lengths = operands.pop("real_page_table"), operands.pop("cache_seqlens_int32")
+    _require_rows({"cache_seqlens_int32": lengths}, int(table.shape[0]), "real_page_table")
     return RowChunks(
         tuple(
             (
@@ -95,9 +103,7 @@ def in_chunks(call: Callable[..., torch.Tensor], *, binding: RowChunks, **operan
         )
     by_row = {name: operands.pop(name) for name in ("q_fp8", "weights")}
     given = {**by_row, "out_indices": out_indices, **({} if out_scores is None else {"out_scores": out_scores})}
-    for name, tensor in given.items():
-        if int(tensor.shape[0]) != rows:
-            raise ValueError(f"{name} has {int(tensor.shape[0]):,} rows, wanted {rows:,}, as the page table has")
+    _require_rows(given, rows, "real_page_table")
     for start, stop, part in binding.parts:
         call(
             binding=part,
@@ -127,9 +133,7 @@ def mxfp4_chunks(state: Any, operands: Mapping[str, Any]) -> RowChunks | None:
     by_row = {name: given.pop(name) for name in _MXFP4_ROWS if given.get(name) is not None}
     if given["page_table"].shape[0] != 1:
         by_row["page_table"] = given.pop("page_table")
-    for name, tensor in by_row.items():
-        if int(tensor.shape[0]) != rows:
-            raise ValueError(f"{name} has {int(tensor.shape[0]):,} rows, wanted {rows:,}, as q_mxfp4 has")
+    _require_rows(by_row, rows, "q_mxfp4")
     return RowChunks(
         tuple(
             (start, stop, state.bind(**{n: tensor[start:stop] for n, tensor in by_row.items()}, **given))
