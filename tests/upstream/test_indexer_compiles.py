@@ -12,6 +12,8 @@ import json
 import multiprocessing
 import pickle
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,17 +26,42 @@ MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 PAGE, HEADS, TOPK, DIM = 64, 32, 2048, 128
 # What a worker for an RTX PRO 6000 is told: capability, id, name, SMs, shared memory of a block and of an SM.
 DEVICE = ((12, 0), "GPU-0", "sm_120", 188, 101_376, 102_400)
-MOST_PAGES, = 12_000
-Case = dict[str, Any]
-# ``folds`` are the live rows whose calls fold: a prefill plan has room for the candidates of a few.
-CASES: dict[str, Case] = {
-    "decode": {"rows": 48, "mode": "decode", "scores": True, "physical": False, "folds": (48, 5)},
-    "decode, indices only": {"rows": 64, "mode": "decode", "scores": False, "physical": False, "folds": (64, 5)},
-    "decode, physical slots": {"rows": 48, "mode": "decode", "scores": False, "physical": True, "folds": ()},
-    "prefill": {"rows": 400, "mode": "prefill", "scores": False, "physical": False, "folds": (5,)},
+MOST_PAGES = 12_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan and calls of it.
+
+    Attributes:
+        folds: live rows whose calls fold; a prefill plan has room for the candidates of a few.
+        plan_bytes: its budget.
+        pages: of a supertile.
+        launches: of all rows.
+    """
+
+    rows: int
+    mode: str
+    folds: Sequence[int]
+    scores: bool = False
+    physical: bool = False
+    plan_bytes: int = 0
+    pages: int = 512
+    launches: int = 1
+
+
+FEW_ROWS = 5
+CASES = {
+    "decode": Case(48, "decode", folds=(48, FEW_ROWS), scores=True),
+    "decode, indices only": Case(64, "decode", folds=(64, FEW_ROWS)),
+    "decode, physical slots": Case(48, "decode", folds=(), physical=True),
+    "prefill": Case(400, "prefill", folds=(FEW_ROWS,)),
+    "prefill in chunks": Case(
+        3072, "prefill", folds=(FEW_ROWS,), scores=True, plan_bytes=192 << 20, pages=256, launches=2
+    ),
 }
 # Pages of calls: 47, 32, 3 and 2 slices, and one below a fold.
-WIDTHS, FEW_ROWS = (MOST_PAGES, 8192, 520, 512, 100), 5
+WIDTHS = (MOST_PAGES, 8192, 520, 512, 100)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +73,10 @@ def found(trees: dict[str, Trees], tmp_path_factory: pytest.TempPathFactory) -> 
         for name in ("B12X_COMPILE_CACHE_DIR", "TRITON_CACHE_DIR"):
             patch.setenv(name, str(tmp_path_factory.mktemp("compiled")))
         patch.delenv("B12X_INDEXER_TWO_LEVEL_FOLD", raising=False)
-        done = run_python([__file__, json.dumps(CASES)], trees["current"].patched / "b12x")
+        done = run_python(
+            [__file__, json.dumps({name: asdict(case) for name, case in CASES.items()})],
+            trees["current"].patched / "b12x",
+        )
     said = [line for line in done.stdout.splitlines() if line.startswith("said")]
     assert len(said) == 1, done.stdout[-2000:] + done.stderr[-5000:]
     result: dict[str, Any] = json.loads(said[0].removeprefix("said"))
@@ -65,16 +95,18 @@ def test_a_fold_of_any_width_finds_its_launchers(name: str, found: dict[str, Any
     case = CASES[name]
     for call, launches in found[name]["calls"].items():
         rows, width = map(int, call.split("x"))
-        folds = width >= 512 and rows in case["folds"]
-        assert launches == {"tiled": -(-width // 512), "row": int(folds)}, call
+        folds = width >= 512 and rows in case.folds
+        launched = case.launches if rows == case.rows else 1
+        assert launches == {"tiled": launched * -(-width // case.pages), "row": int(folds)}, call
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_launchers_of_a_fold_are_gathered_where_a_call_can_fold(name: str, found: dict[str, Any]) -> None:
     keys, case = [tuple(key) for key in found[name]["keys"]], CASES[name]
     splits = ("tiled", True, False, 2, True)
-    assert (splits in keys) == (not case["physical"])
-    assert case["physical"] or ("row", True, case["scores"]) in keys
+    # A supertile of 256 pages is one slice.
+    assert (splits in keys) == (not case.physical and case.pages > 256)
+    assert case.physical or ("row", True, case.scores) in keys
 
 
 def become_worker() -> None:
@@ -94,48 +126,50 @@ def operand(dtype: str, *shape: int, shared: bool = False) -> dict[str, Any]:
     return {"shape": shape, "strides": tuple(strides), "dtype": dtype, "alignment": 16}
 
 
+def operands_of(case: Case, rows: int, width: int) -> dict[str, Any]:
+    """The tensors of a call of ``rows`` over ``width`` pages."""
+    return {
+        "q_fp8": operand("float8_e4m3fn", rows, HEADS, DIM),
+        "query_weights": operand("float32", rows, HEADS),
+        "index_k_cache": operand("uint8", 1, PAGE * (DIM + 4)),
+        "page_table": operand("int32", rows, width, shared=case.mode == "prefill"),
+        "cache_lengths": operand("int32", rows),
+        "active_width": operand("int32", 1),
+        "output_indices": operand("int32", rows, TOPK),
+        "output_scores": operand("float32", rows, TOPK) if case.scores else None,
+    }
+
+
 def try_case(case: Case) -> dict[str, Any]:
     from b12x._lib import compile_plan, compile_pool, compiler
     from b12x.attention.dsa_indexer import _preparation, api
     from b12x.attention.dsa_indexer._tuning import DsaIndexerConfig
+    from b12x.attention.dsa_indexer.plan_budget import Budget
 
-    rows, prefill = case["rows"], case["mode"] == "prefill"
     caps = api.Caps(
-        device="cuda:0", num_q_heads=HEADS, max_q_rows=rows, max_page_table_width=MOST_PAGES, topk=TOPK,
-        mode=case["mode"], output_index_space="physical" if case["physical"] else "logical",
+        device="cuda:0", num_q_heads=HEADS, max_q_rows=case.rows, max_page_table_width=MOST_PAGES, topk=TOPK,
+        mode=case.mode, output_index_space="physical" if case.physical else "logical",
+        plan_budget=Budget(case.plan_bytes),
     )  # fmt: skip
-    operands = {
-        "q_fp8": operand("float8_e4m3fn", rows, HEADS, DIM),
-        "query_weights": operand("float32", rows, HEADS),
-        "index_k_cache": operand("uint8", 1, PAGE * (DIM + 4)),
-        "page_table": operand("int32", rows, MOST_PAGES, shared=prefill),
-        "cache_lengths": operand("int32", rows),
-        "active_width": operand("int32", 1),
-        "output_indices": operand("int32", rows, TOPK),
-        "output_scores": operand("float32", rows, TOPK) if case["scores"] else None,
-    }
-    plan = api.plan(caps, invocation=api.invocation_from_descriptors(caps, operands=operands))
-    config = DsaIndexerConfig(backend="native")
+    invocation = api.invocation_from_descriptors(caps, operands=operands_of(case, case.rows, MOST_PAGES))
+    plan, config = api.plan(caps, invocation=invocation), DsaIndexerConfig(backend="native")
     (job,) = plan._compile_jobs(config, SimpleNamespace(ordinal=0))
     programs = compile_pool.describe_compilation(job).programs
     compile_plan.evict_planning_artifacts(programs)
+    # Raises if the programs are others than described, or if CUDA was asked for.
     compile_pool._run_job(pickle.dumps(job), programs)
     launchers = _preparation.compile_indexer(*job.args)
     layout = _preparation.plan_indexer_scratch(
         _preparation._scratch_caps(plan.query, device=caps.device, config=config), fused_merge=config.fused_merge
     )
     state = _preparation._DsaIndexerState(layout, config, launchers)
-    objects = {
-        program.name: b"sm_120a" in Path(compiler._cache_object_path(program.key)).read_bytes()
-        for program in programs
-        if program.dialect == "cute"
-    }
+    files = [Path(compiler._cache_object_path(program.key)) for program in programs if program.dialect == "cute"]
     return {
-        "objects": objects,
+        "objects": {path.name: b"sm_120a" in path.read_bytes() for path in files},
         "keys": list(launchers["tiled"]),
         "calls": {
-            f"{live}x{width}": launches_of(state, operands, live, width, shared=prefill)
-            for live in (rows, FEW_ROWS)
+            f"{rows}x{width}": launches_of(state, case, rows, width)
+            for rows in (case.rows, FEW_ROWS)
             for width in WIDTHS
         },
     }
@@ -148,20 +182,20 @@ class NotLaunched:
         return lambda *args: None
 
 
-def launches_of(state: Any, operands: dict[str, Any], rows: int, width: int, *, shared: bool) -> dict[str, int]:
-    """Launches of each selection in a call of ``rows`` over ``width`` pages, on tensors without storage."""
+def launches_of(state: Any, case: Case, rows: int, width: int) -> dict[str, int]:
+    """Launches of each selection in a call, on tensors without storage."""
     import torch
     from b12x._lib.compile_plan import compile_only_launches
     from b12x.attention.dsa_indexer import _preparation, paged
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    counts = {"tiled": 0, "row": 0}
+    counts, shared = {"tiled": 0, "row": 0}, case.mode == "prefill"
     launchers = {**state.launchers, "gather": NotLaunched()} if shared else state.launchers
 
     def counted(kind: str, selection: Any) -> Any:
         def run(**given: Any) -> Any:
             counts[kind] += 1
-            # A launcher given by the plan, so nothing is compiled on the way.
+            # The plan's own, so nothing is compiled on the way.
             assert given["launcher"] is state.launchers["tiled"]
             return selection(**given)
 
@@ -171,11 +205,7 @@ def launches_of(state: Any, operands: dict[str, Any], rows: int, width: int, *, 
         patch.setattr(state, "launchers", launchers)
         patch.setattr(paged, "run_tiled_topk", counted("tiled", paged.run_tiled_topk))
         patch.setattr(paged, "run_row_topk", counted("row", paged.run_row_topk))
-        given = {
-            name: one and (one if name in ("index_k_cache", "active_width") else one | {"shape": (rows, *one["shape"][1:])})
-            for name, one in operands.items()
-        }
-        given["page_table"] = operand("int32", rows, width, shared=shared)
+        given = operands_of(case, rows, width)
         made = {name: _preparation._fake(one, torch.device("cuda", 0)) for name, one in given.items()}
         (spec,) = state.layout.scratch_specs()
         binding = state.bind(
@@ -185,7 +215,7 @@ def launches_of(state: Any, operands: dict[str, Any], rows: int, width: int, *, 
             active_width=made.pop("active_width"),
             expected_num_q_heads=HEADS,
             shared_page_table=shared,
-            output_physical_slots=state.layout.caps.output_physical_slots,
+            output_physical_slots=case.physical,
             _initialize=False,
         )
         state.run(binding, **made)
@@ -194,4 +224,4 @@ def launches_of(state: Any, operands: dict[str, Any], rows: int, width: int, *, 
 
 if __name__ == "__main__":
     become_worker()
-    print("said" + json.dumps({name: try_case(case) for name, case in json.loads(sys.argv[1]).items()}))
+    print("said" + json.dumps({name: try_case(Case(**case)) for name, case in json.loads(sys.argv[1]).items()}))

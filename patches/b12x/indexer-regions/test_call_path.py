@@ -54,10 +54,11 @@ def test_a_decode_call_folds_and_is_exact(monkeypatch: pytest.MonkeyPatch, rows:
     assert call.allocations.made == []
 
 
+@pytest.mark.parametrize("rows", [18, 5])
 @pytest.mark.parametrize("tokens", [1000, 40000, 131072])
-def test_without_a_fold_the_carry_is_exact(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+def test_without_a_fold_the_carry_is_exact(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int) -> None:
     call = decode(monkeypatch, 18, 131072, OFF)
-    scores, lengths = scores_of(18, tokens)
+    scores, lengths = scores_of(rows, tokens)
     indices, _ = call.run(scores, lengths)
     assert chosen(indices) == expected(scores, lengths, TOPK)
     assert [kind for kind, _, _ in call.launches] == ["first"] + ["carry"] * (-(-tokens // SUPERTILE) - 1)

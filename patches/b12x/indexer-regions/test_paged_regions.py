@@ -141,7 +141,7 @@ def test_sizes_add_up() -> None:
 def test_the_layout_is_upstream_s_but_for_where_things_lie() -> None:
     for ours, theirs in all_plans():
         layout, memory = ours.layout, ours.layout.memory
-        assert {item.region.name for item in memory.placed} == set(FIELDS) | {"fold"}
+        assert {item.region.name for item in memory.placed} == set(FIELDS) | {"fold", "paged_logits"}
         offsets = {f"{name}_offset_bytes": memory.offset_of(name) for name in FIELDS}
         assert layout == replace(theirs.layout, nbytes=layout.nbytes, memory=memory, **offsets)
         regions = module("paged_regions")

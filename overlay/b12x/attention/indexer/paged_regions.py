@@ -92,6 +92,11 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def logits_nbytes(rows: int, width: int) -> int:
+    """Bytes of logits [rows, width], fp32."""
+    return rows * width * WORD
+
+
 def fold_shape(caps: Any, layout: Any) -> FoldShape:
     """The call of a plan's capacities."""
     page_size = int(caps.page_size)
@@ -123,6 +128,9 @@ def regions_of(caps: Any, layout: Any, policy: FoldPolicy) -> list[Region]:
     choice = getattr(caps, "choice", None)  # of a plan with a budget
     if folds and choice is not None and not choice.fold:
         folds, no_fold = 0, "the plan's budget"
+    called = rows if choice is None else int(choice.call_rows)  # a direct call has no chunks
+    direct = logits_nbytes(called, int(caps.paged_logits_k_rows)) if caps.reserve_paged_logits else 0
+    no_direct = "" if direct else "the caps reserve no logits for direct calls"
 
     def region(name: str, nbytes: int, writer: str, reader: str, live: str, absent: str = "", **more: Any) -> Region:
         return Region(name, 0 if absent else nbytes, writer, reader, live, absent_because=absent, **more)
@@ -145,6 +153,7 @@ def regions_of(caps: Any, layout: Any, policy: FoldPolicy) -> list[Region]:
         region("fused_pack_values", pack * WORD, "fused launch", "fused launch", "call", no_pack),
         region("fused_pack_indices", pack * WORD, "fused launch", "fused launch", "call", no_pack),
         region("fused_merge_state", int(layout.fused_state_words) * WORD, "bind", "fused launch", "plan", no_pack),
+        region("paged_logits", direct, "direct call", "caller", "call", no_direct, ours=True),
     ]  # fmt: skip
 
 

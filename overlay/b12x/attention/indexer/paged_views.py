@@ -63,6 +63,18 @@ def fold_buffers(
     return values, indices, lengths
 
 
+def carry_rows(buffer: torch.Tensor, *, rows: int, topk: int) -> torch.Tensor:
+    """The first bytes of a carry buffer as its two halves for a call, [2, rows, topk] and contiguous.
+
+    Raises:
+        ValueError: the plan has fewer rows.
+    """
+    count = 2 * rows * topk
+    if buffer.numel() < count:
+        raise ValueError(f"a carry of {buffer.numel():,} elements, wanted {count:,}; plan with max_q_rows of {rows:,}")
+    return buffer.view(-1)[:count].view(2, rows, topk)
+
+
 def output_buffers(
     scratch: Any, *, row_count: int, topk: int, out_indices: torch.Tensor | None, out_scores: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

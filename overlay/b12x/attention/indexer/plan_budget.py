@@ -159,11 +159,12 @@ def within_budget(caps: Any, layout_of: Callable[[Any], Any]) -> Any:
             plan_budget=Budget(), choice=choice,
         )  # fmt: skip
 
-    def size(rows: int, supertile: int, fold: bool) -> int:
-        return int(layout_of(launch(Choice(rows, rows, supertile, fold, 0))).nbytes)
+    call_rows, supertile = int(caps.max_q_rows), int(layout_of(caps).supertile_tokens)
 
-    rows, supertile = int(caps.max_q_rows), int(layout_of(caps).supertile_tokens)
-    return launch(chosen(budget, rows=rows, supertile=supertile, size=size, least=LEAST_CHUNK))
+    def size(rows: int, supertile: int, fold: bool) -> int:
+        return int(layout_of(launch(Choice(call_rows, rows, supertile, fold, 0))).nbytes)
+
+    return launch(chosen(budget, rows=call_rows, supertile=supertile, size=size, least=LEAST_CHUNK))
 
 
 def mxfp4_within_budget(caps: Any, plan_of: Callable[[Any], Any]) -> Any:
