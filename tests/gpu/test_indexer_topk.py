@@ -75,9 +75,10 @@ def test_every_selection_is_a_top_k(patched: dict[str, Row]) -> None:
 
 
 def test_no_call_allocates(patched: dict[str, Row]) -> None:
-    kinds = ("allocations", "peak_bytes", "graph_pool_bytes")
-    made = {name: [row.get(kind) for kind in kinds] for name, row in patched.items()}
-    assert made == {name: [0, 0, 0] for name in patched}
+    made = {name: [row.get(kind) for kind in ("allocations", "peak_bytes")] for name, row in patched.items()}
+    assert made == {name: [0, 0] for name in patched}
+    # What any capture takes, of no size of the call.
+    assert {row["graph_pool_bytes"] for row in patched.values()} == {2 << 20}
 
 
 @pytest.mark.parametrize(("rows", "tokens", "slices"), [(48, 524_288, 32), (64, 524_288, 32), (48, 768_000, 47)])

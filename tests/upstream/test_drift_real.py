@@ -29,6 +29,7 @@ A2A, RING = "comm/pcie/pcie_dcp_a2a.py", "comm/pcie/pcie_dma.py"
 DROP, LOGITS, RANK = "indexer-drop-previous-logits", "indexer-logits", "oneshot-rank-data"
 POOL, SLABS, DMA = "channel-pool", "exact-slabs", "dma-wire-slots"
 REGIONS, DSA = "indexer-regions", "attention/dsa_indexer"
+BUDGET, DIRECT = "indexer-plan-budget", "indexer-direct-outputs"
 SWITCHES, WORKER = "neaptide-switches", "v1/worker/gpu_worker.py"
 BUILDER = "v1/attention/backends/mla/indexer.py"
 CAPTURES, MANAGER, LANES, ESTIMATE = "disposable-captures", "workspace-manager", "workspace-lanes", "graph-estimate"
@@ -215,7 +216,17 @@ DRIFTS |= {
         "$MATCH + 1024",
     ),
     "the candidates of a fold": Change(
-        REGIONS, f"{DSA}/paged.py", "index_topk_fp8", "total_slices * topk", "$MATCH + 0", "torch.full($$$ARGS)"
+        REGIONS,
+        f"{DSA}/paged.py",
+        "index_topk_fp8",
+        "total_slices * topk",
+        "$MATCH + 0",
+        "torch.full($$$ARGS)",
+        also=(BUDGET,),
+    ),
+    "rows of an MXFP4 plan": Change(BUDGET, f"{DSA}/mxfp4.py", "plan_mxfp4", "rows = caps.max_q_rows", "$MATCH + 0"),
+    "the width of direct logits": Change(
+        DIRECT, f"{DSA}/kernel.py", "run_paged_logits_kernel", "real_page_table.shape[1] * page_size", "$MATCH * 1"
     ),
     "the fold of a prepared run": Change(
         REGIONS,
