@@ -224,7 +224,9 @@ DRIFTS |= {
         "torch.full($$$ARGS)",
         also=(BUDGET,),
     ),
-    "rows of an MXFP4 plan": Change(BUDGET, f"{DSA}/mxfp4.py", "plan_mxfp4", "rows = caps.max_q_rows", "$MATCH + 0"),
+    "rows of an MXFP4 plan": Change(
+        BUDGET, f"{DSA}/mxfp4.py", "plan_mxfp4", "caps.max_page_table_width * caps.page_size", "$MATCH + 0"
+    ),
     "the width of direct logits": Change(
         DIRECT, f"{DSA}/kernel.py", "run_paged_logits_kernel", "real_page_table.shape[1] * page_size", "$MATCH * 1"
     ),
