@@ -224,11 +224,21 @@ DRIFTS |= {
         "torch.full($$$ARGS)",
         also=(BUDGET,),
     ),
-    "rows of an MXFP4 plan": Change(
-        BUDGET, f"{DSA}/mxfp4.py", "plan_mxfp4", "caps.max_page_table_width * caps.page_size", "$MATCH + 0"
+    "the binding of a launch": Change(
+        BUDGET,
+        f"{DSA}/scratch.py",
+        "B12XIndexerPagedScratchPlan.bind",
+        {"kind": "keyword_argument", "regex": "^schedule_metadata="},
+        "schedule_metadata=None",
+        "build_indexer_paged_binding($$$ARGS)",
     ),
-    "the width of direct logits": Change(
-        DIRECT, f"{DSA}/kernel.py", "run_paged_logits_kernel", "real_page_table.shape[1] * page_size", "$MATCH * 1"
+    "no direct logits": Change(
+        DIRECT,
+        f"{DSA}/kernel.py",
+        "run_paged_logits_kernel",
+        {"kind": "keyword_argument", "regex": "^device="},
+        "device=weights.device",
+        "torch.empty((rows, width_tokens), $$$ARGS)",
     ),
     "the fold of a prepared run": Change(
         REGIONS,
