@@ -32,6 +32,13 @@ WORKSPACE_OVERFLOW_MB = "VLLM_NEAPTIDE_WORKSPACE_OVERFLOW_MB"
 MLA_SPLITS_MB = "VLLM_NEAPTIDE_MLA_SPLITS_MB"
 PROFILE_WARMUP = "VLLM_NEAPTIDE_PROFILE_WARMUP"
 
+PCIE = "VLLM_NEAPTIDE_PCIE_COLLECTIVES"
+PCIE_ARCHITECTURES = "VLLM_NEAPTIDE_PCIE_ARCHITECTURES"
+PCIE_ONESHOT_KB = "VLLM_NEAPTIDE_PCIE_ONESHOT_KB"
+PCIE_RING_KB = "VLLM_NEAPTIDE_PCIE_RING_KB"
+PCIE_RING_MB = "VLLM_NEAPTIDE_PCIE_RING_MB"
+PCIE_DCP_ROWS = "VLLM_NEAPTIDE_PCIE_DCP_ROWS"
+
 TRANSIENT = "transient"
 ERROR = "error"
 WORKSPACE_OVERFLOWS = (TRANSIENT, ERROR)
@@ -87,16 +94,23 @@ def one_of(environment: Mapping[str, str], name: str, allowed: Sequence[str]) ->
     return value
 
 
-def megabytes(environment: Mapping[str, str], name: str) -> int | None:
-    """A budget in MiB, 0 or more; None if it is unset.
+def whole_number(environment: Mapping[str, str], name: str, unit: str, least: int = 0) -> int | None:
+    """A number of ``unit``, ``least`` or more; None if it is unset.
 
     Raises:
-        ValueError: not a whole number, or a negative one.
+        ValueError: not a whole number, or a smaller one.
     """
     value = environment.get(name)
-    if value is not None and not (value.isascii() and value.isdigit()):
-        raise ValueError(f"{name} is {value!r}, wanted a whole number of MiB, 0 or more; unset it for the default.")
+    if value is not None and not (value.isascii() and value.isdigit() and int(value) >= least):
+        raise ValueError(
+            f"{name} is {value!r}, wanted a whole number of {unit}, {least} or more; unset it for the default."
+        )
     return None if value is None else int(value)
+
+
+def megabytes(environment: Mapping[str, str], name: str) -> int | None:
+    """A budget in MiB, 0 or more; None if it is unset."""
+    return whole_number(environment, name, "MiB")
 
 
 def workspace_overflow(environment: Mapping[str, str] = os.environ) -> str:
@@ -134,6 +148,47 @@ def profile_warmup(environment: Mapping[str, str] = os.environ) -> bool:
     return one_of(environment, PROFILE_WARMUP, ("0", "1")) != "0"
 
 
+def pcie_collectives(environment: Mapping[str, str] = os.environ) -> str:
+    """Whether b12x's PCIe collectives serve tensor and decode context parallelism: ``auto`` (default), ``1`` or ``0``.
+
+    ``auto``: on more than two GPUs without NVLink. Where something that they need is missing, NCCL serves in any case.
+
+    Raises:
+        ValueError: another value.
+    """
+    return one_of(environment, PCIE, ("auto", "0", "1")) or "auto"
+
+
+def pcie_architectures(environment: Mapping[str, str] = os.environ) -> str:
+    """``listed`` (default): the architectures that they are made for. ``any``, for tests: every one.
+
+    Raises:
+        ValueError: another value.
+    """
+    return one_of(environment, PCIE_ARCHITECTURES, ("listed", "any")) or "listed"
+
+
+def pcie_oneshot_kb(environment: Mapping[str, str] = os.environ) -> int:
+    """KiB of the largest payload of the oneshot all-reduce (default 84)."""
+    return whole_number(environment, PCIE_ONESHOT_KB, "KiB", 1) or 84
+
+
+def pcie_ring_kb(environment: Mapping[str, str] = os.environ) -> int:
+    """KiB of the smallest payload of the DMA ring; 0 (default): no ring, and none of its memory."""
+    return whole_number(environment, PCIE_RING_KB, "KiB") or 0
+
+
+def pcie_ring_mb(environment: Mapping[str, str] = os.environ) -> int:
+    """MiB of the largest payload of the DMA ring (default 36): its slab is 2 (W - 1) / W of that."""
+    return whole_number(environment, PCIE_RING_MB, "MiB", 1) or 36
+
+
+def pcie_dcp_rows(environment: Mapping[str, str] = os.environ) -> int:
+    """Most rows of a step in the exchanges of decode context parallelism (default 64); 0: NCCL for all."""
+    found = whole_number(environment, PCIE_DCP_ROWS, "rows")
+    return 64 if found is None else found
+
+
 VARIABLES: dict[str, Callable[[], Any]] = {
     INDEXER_LOGITS_POLICY: indexer_logits_policy,
     FIXED_LOGITS_WIDTH: fixed_logits_width,
@@ -141,6 +196,12 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     WORKSPACE_OVERFLOW_MB: workspace_overflow_mb,
     MLA_SPLITS_MB: mla_splits_mb,
     PROFILE_WARMUP: profile_warmup,
+    PCIE: pcie_collectives,
+    PCIE_ARCHITECTURES: pcie_architectures,
+    PCIE_ONESHOT_KB: pcie_oneshot_kb,
+    PCIE_RING_KB: pcie_ring_kb,
+    PCIE_RING_MB: pcie_ring_mb,
+    PCIE_DCP_ROWS: pcie_dcp_rows,
 }
 NAMES = frozenset(VARIABLES)
 # Upstream's, which lets a rank leave the profile early.

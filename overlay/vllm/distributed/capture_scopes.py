@@ -63,6 +63,7 @@ class _Registry:
         self.meetings: dict[ProcessGroup, int] = {}
         self.kept: list[CaptureParticipant] | None = None
         self.captures_open = 0
+        self.names: list[str] = []
 
     def live(self) -> list[tuple[CaptureParticipant, ProcessGroup]]:
         groups = self.groups()
@@ -148,6 +149,25 @@ def captured_by_others(context: Any) -> Iterator[None]:
 
 def _capture_closed() -> None:
     _registry.captures_open -= 1
+
+
+@contextmanager
+def named(name: str, scope: AbstractContextManager[Any]) -> Iterator[Any]:
+    """``scope``, an upstream ``graph_capture``, under the name of what it captures: the runner or its manager.
+
+    Alike on all ranks; participants tell their captures apart by it.
+    """
+    _registry.names.append(name)
+    try:
+        with scope as given:
+            yield given
+    finally:
+        _registry.names.pop()
+
+
+def capture_name() -> str:
+    """The name of the innermost capture that has one."""
+    return _registry.names[-1] if _registry.names else "graphs"
 
 
 def in_graph_capture() -> bool:

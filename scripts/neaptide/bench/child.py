@@ -31,6 +31,9 @@ def environment(spec: dict[str, Any]) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(spec["runner"] - 1)
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.update(dict(spec["switches"]))
+    if spec["ranks"] > 1:
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of this file go to the workers
     segments = "True" if spec["expandable_segments"] else "False"
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{segments}"
 
@@ -63,6 +66,8 @@ def engine_arguments(spec: dict[str, Any]) -> dict[str, Any]:
         "seed": 0,
         **({"load_format": "dummy"} if spec["dummy_weights"] else {}),
     }
+    if spec["ranks"] > 1:
+        arguments |= {"tensor_parallel_size": spec["ranks"], "distributed_executor_backend": "mp"}
     if spec["graphs"] == "eager":
         arguments["enforce_eager"] = True
     compilation: dict[str, Any] = {"cudagraph_mode": "PIECEWISE"} if spec["graphs"] == "piecewise" else {}
@@ -138,6 +143,50 @@ def graph_profile(worker: Any) -> dict[str, Any] | None:
     return {**dataclasses.asdict(profile), **{name: getattr(profile, name) for name in terms}}
 
 
+def rank_memory(worker: Any) -> dict[str, int]:
+    """:func:`memory` of a worker's process."""
+    return memory()
+
+
+def rank_terms(worker: Any) -> dict[str, Any]:
+    """What a worker decided at start-up, and what it holds for PCIe collectives."""
+    from vllm.distributed import get_tp_group
+
+    pcie = getattr(get_tp_group().device_communicator, "pcie_ar_comm", None)
+    return {
+        "available_kv_cache_memory_bytes": getattr(worker, "available_kv_cache_memory_bytes", None),
+        "graph_bytes_estimated": getattr(worker, "cudagraph_memory_estimate", None),
+        "pcie_all_reduce": None if pcie is None else str(pcie.limits),
+        "pcie_held_bytes": None if pcie is None else pcie.held_bytes(),
+    }
+
+
+class Engine:
+    """An engine's memory, in this process or in those of its workers."""
+
+    def __init__(self, llm: Any, ranks: int) -> None:
+        self.llm, self.alone = llm, ranks == 1
+
+    def memory(self) -> dict[str, int]:
+        """Of the one rank, or of rank 0."""
+        return memory() if self.alone else dict(self.llm.collective_rpc(rank_memory)[0])
+
+    def boot(self) -> dict[str, Any]:
+        if self.alone:
+            return boot_terms(self.llm)
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        blocks = cache.num_gpu_blocks or 0
+        ranks = self.llm.collective_rpc(rank_terms)
+        return {"kv_blocks": blocks, "kv_tokens": blocks * cache.block_size, "ranks": ranks}
+
+    def settle(self) -> None:
+        """Wait for the device; a step of several ranks ends with its output."""
+        if self.alone:
+            import torch
+
+            torch.cuda.synchronize()
+
+
 def boot_terms(llm: Any) -> dict[str, Any]:
     """What the engine decided at start-up."""
     core = llm.llm_engine.engine_core.engine_core
@@ -169,12 +218,11 @@ def prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
     return [numbers.randrange(3, vocabulary) for _ in range(tokens)]
 
 
-def serve(llm: Any, request: dict[str, Any], index: int, vocabulary: int, steps: list[dict[str, Any]]) -> list[str]:
+def serve(held: Engine, request: dict[str, Any], index: int, vocabulary: int, steps: list[dict[str, Any]]) -> list[str]:
     """Give one request of the scenario and step until it is done; returns a digest of each output."""
-    import torch
     from vllm import SamplingParams
 
-    engine = llm.llm_engine
+    engine = held.llm.llm_engine
     sampling = SamplingParams(
         temperature=0.0, max_tokens=request["output_tokens"], min_tokens=request["output_tokens"], detokenize=False
     )
@@ -184,16 +232,16 @@ def serve(llm: Any, request: dict[str, Any], index: int, vocabulary: int, steps:
     outputs: dict[str, list[int]] = {}
     SCHEDULED_TOKENS.clear()
     while engine.has_unfinished_requests():
-        torch.cuda.synchronize()
+        held.settle()
         begun = time.perf_counter()
         before = len(SCHEDULED_TOKENS)
         done = engine.step()
-        torch.cuda.synchronize()
+        held.settle()
         taken = time.perf_counter() - begun
         for output in done:
             outputs[output.request_id] = list(output.outputs[0].token_ids)
         tokens = sum(SCHEDULED_TOKENS[before:])
-        steps.append({"request": index, "seconds": taken, "scheduled_tokens": tokens, **memory()})
+        steps.append({"request": index, "seconds": taken, "scheduled_tokens": tokens, **held.memory()})
     return [hashlib.sha256(json.dumps(outputs[key]).encode()).hexdigest() for key in sorted(outputs)]
 
 
@@ -255,7 +303,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
     begun = time.perf_counter()
     llm = LLM(**engine_arguments(spec))
-    result: dict[str, Any] = {"boot_seconds": time.perf_counter() - begun, "boot": {**boot_terms(llm), **memory()}}
+    held = Engine(llm, spec["ranks"])
+    result: dict[str, Any] = {"boot_seconds": time.perf_counter() - begun, "boot": {**held.boot(), **held.memory()}}
     observe_schedule(llm)
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     if spec["history"]:
@@ -263,8 +312,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
     requests = []
     for index, request in enumerate(spec["requests"]):
-        digests = serve(llm, request, index, vocabulary, steps)
-        requests.append({**request, "outputs": digests, "after": memory()})
+        digests = serve(held, request, index, vocabulary, steps)
+        requests.append({**request, "outputs": digests, "after": held.memory()})
         if spec["sleep_after"] == index + 1:
             llm.sleep(level=1)
             requests[-1]["asleep"] = memory()

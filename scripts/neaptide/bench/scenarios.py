@@ -26,6 +26,8 @@ class Scenario:
         kv_cache_bytes: size of the KV cache instead of a utilisation.
         capture_sizes: how many graphs, of 1, 2 and every fourth token count; none for vLLM's own choice.
         sleep_after: put the engine to sleep and wake it after this many requests.
+        ranks: ``tensor_parallel_size``; memory is then rank 0's, and what each rank holds for PCIe stands beside it.
+        switches: environment variables of the engine, which only the patched one reads.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Scenario:
     expandable_segments: bool = False
     capture_sizes: int | None = None
     sleep_after: int | None = None
+    ranks: int = 1
+    switches: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,6 +78,8 @@ _ESTIMATES = tuple(
     )
     for runner in (1, 2) for graphs in ("eager", "piecewise", "full") for draft in (0, 1)
 )  # fmt: skip
+_PCIE_ON = (("VLLM_NEAPTIDE_PCIE_COLLECTIVES", "1"), ("VLLM_NEAPTIDE_PCIE_ARCHITECTURES", "any"))
+_TWO_RANKS = replace(_GRAPHS, ranks=2, requests=(Request(1000, 64, count=4), Request(30000)))
 _DECLARED = (
     LADDER,
     replace(_FLASHMLA, name="prefill-ladder-flashmla", requests=_LONG),
@@ -95,5 +101,7 @@ _DECLARED = (
     replace(_GRAPHS, name="graphs-transient", attention_backend="FLASH_ATTN_MLA_SPARSE"),
     replace(_GRAPHS, name="graphs-transient-v1", attention_backend="FLASH_ATTN_MLA_SPARSE", runner=1),
     replace(_FLASHMLA, name="sleep", sleep_after=1, requests=_SHORT),
+    replace(_TWO_RANKS, name="two-ranks-pcie", switches=_PCIE_ON),
+    replace(_TWO_RANKS, name="two-ranks-nccl", switches=(("VLLM_NEAPTIDE_PCIE_COLLECTIVES", "0"),)),
 )
 SCENARIOS: dict[str, Scenario] = {s.name: s for s in _DECLARED}

@@ -118,6 +118,21 @@ def eager_slab_bytes(signal_bytes: int, slot_bytes: int) -> int:
     return align(signal_bytes) + 2 * slot_bytes
 
 
+def owned_oneshot_bytes(channel: Any) -> int:
+    """What a live oneshot channel holds: its slab with staging slots, if it has any, and its tables of peers.
+
+    Args:
+        channel: of a oneshot pool, as b12x makes it.
+    """
+    native, tables = channel._ext._state(channel._ptr), channel.rank_data
+    held = int(tables.numel() * tables.element_size())
+    if native.eager_buffer_bytes is None:
+        return held
+    policy = tuple(bool(value) for value in native.transport_policy)
+    slot = eager_slot_bytes(int(channel.world_size), policy, int(native.eager_buffer_bytes))
+    return held + eager_slab_bytes(int(channel._ext.meta_size()), slot) * len(channel._owned_buffers)
+
+
 def region_packs(world_size: int, policy: Sequence[bool], eager_bytes: int | None) -> int:
     """Packs of 16 bytes in front of the incoming region of the plain TP2 push."""
     return eager_region_bytes(world_size, policy, eager_bytes or 0) // PACK_BYTES

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The all-reduce of a tensor-parallel group over b12x's PCIe collectives, where they take the payload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from vllm.distributed.device_communicators.pcie_channels import EAGER, PooledChannel, prepared_plan
+from vllm.distributed.device_communicators.pcie_limits import ONESHOT, RING, Limits
+
+_ONESHOT = "OneshotAllReducePool.all_reduce"
+_RING = "DmaAllReduce.all_reduce"
+
+
+class PcieAllReduce:
+    """Oneshot for small payloads, a DMA ring for large ones.
+
+    Everything that it holds is made here, so that the memory profile sees it.
+
+    Args:
+        group: the ranks, a CPU group: what they exchange is handles and contracts.
+        limits: alike on all ranks.
+
+    Raises:
+        RuntimeError: on every rank, if a rank cannot map its peers.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, limits: Limits) -> None:
+        from b12x.comm.pcie import DmaAllReduce, OneshotAllReducePool
+
+        self.limits = limits
+        pool = OneshotAllReducePool.from_exchange_group(
+            exchange_group=group, device=device, eager_buffer_bytes=limits.oneshot_bytes, max_size=limits.oneshot_bytes
+        )
+        self.oneshot = PooledChannel(pool, group, device)
+        self.ring: Any = None
+        if limits.ring_from_bytes:
+            self.ring = DmaAllReduce(exchange_group=group, device=device, max_bytes=limits.ring_bytes, fp8="")
+            self._ring_plan = prepared_plan(self.ring, _RING, {})
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The sum over the group, of the same shape and dtype; None if NCCL has to make it, alike on all ranks."""
+        route = self.limits.route(tensor.numel() * tensor.element_size())
+        if route == ONESHOT:
+            return self._by_oneshot(tensor)
+        if route == RING and self.ring is not None and self.ring.should_allreduce(tensor) and self.oneshot.here():
+            return self.ring.all_reduce(tensor, plan=self._ring_plan, out=torch.empty_like(tensor))
+        return None
+
+    def _by_oneshot(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if not (self.oneshot.channel.should_allreduce(tensor) and self.oneshot.here()):
+            return None
+        plan = self.oneshot.plan_of(
+            (_ONESHOT, tuple(tensor.shape), tensor.dtype),
+            _ONESHOT,
+            {"inp": tensor},
+            lambda state: state.bind_input(tensor),
+        )
+        if plan is None:
+            return None
+        return self.oneshot.pool.all_reduce(tensor, plan=plan, out=torch.empty_like(tensor), channel_id=EAGER)
+
+    def held_bytes(self) -> int:
+        """What this rank's device holds for it, by the functions that the allocations are sized with."""
+        from b12x.comm.pcie.slab_sizes import owned_oneshot_bytes
+
+        held = owned_oneshot_bytes(self.oneshot.channel)
+        if self.ring is not None:
+            held += self.ring._layout.slab_bytes + self.ring._layout.stage_bytes
+        return int(held)
+
+    def close(self) -> None:
+        """Free everything; collective, and after the graphs."""
+        if self.ring is not None:
+            self.ring.close()
+            self.ring = None
+        self.oneshot.close()

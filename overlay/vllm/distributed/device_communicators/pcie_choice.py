@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether b12x's PCIe collectives serve a group of ranks, and the one reason where they do not.
+
+Every rank tells the others what it found, and all come to the same answer: a collective that some ranks make over
+PCIe and others over NCCL never ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+AUTO, ON, OFF = "auto", "1", "0"
+CAPABILITIES = ((12, 0), (12, 1))
+MOST_RANKS = 8
+NO_TOPOLOGY = "more than two GPUs without NVLink"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank was told and what it sees.
+
+    Attributes:
+        asked: ``auto``, ``1`` or ``0``.
+        architectures: ``any`` lifts the limit to :data:`CAPABILITIES`.
+        obstacle: what forbids to ask further here: another platform, several nodes; "" for nothing.
+        capability: of this rank's device.
+        peers: whether it can map every other device of the group.
+        nvlink: whether every pair has it.
+        mig: whether the device is a part of one.
+        ubatches: whether steps run as several at once.
+        runtime: "" where b12x and its pools can be used, else why not.
+    """
+
+    asked: str
+    architectures: str
+    world_size: int
+    obstacle: str = ""
+    capability: tuple[int, int] = (0, 0)
+    peers: bool = False
+    nvlink: bool = False
+    mig: bool = False
+    ubatches: bool = False
+    runtime: str = ""
+
+
+def refusal(found: Found) -> str:
+    """Why this rank cannot serve, or is not to; "" if it can and is."""
+    if found.asked == OFF:
+        return "switched off"
+    if found.obstacle:
+        return found.obstacle
+    if not 2 <= found.world_size <= MOST_RANKS:
+        return f"{found.world_size} ranks, served are 2 to {MOST_RANKS}"
+    if found.architectures != "any" and found.capability not in CAPABILITIES:
+        return f"compute capability {'.'.join(map(str, found.capability))}, served are 12.0 and 12.1"
+    if found.mig:
+        return "a MIG device, which has no peers"
+    if not found.peers:
+        return "no peer access between all devices"
+    if found.ubatches:
+        return "several micro-batches at once (DBO), which would share one channel"
+    if found.asked == AUTO and (found.nvlink or found.world_size <= 2):
+        return f"not switched on, and not {NO_TOPOLOGY}"
+    return found.runtime
+
+
+def agreed_refusal(everyones: Sequence[Found]) -> str:
+    """One answer for all ranks: the first rank's reason that has one, named; "" if all serve."""
+    reasons = [refusal(found) for found in everyones]
+    rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
+    if rank is None:
+        return ""
+    return reasons[rank] if len(set(reasons)) == 1 else f"{reasons[rank]} (rank {rank} of the group)"
+
+
+def worth_a_line(everyones: Sequence[Found]) -> bool:
+    """Whether the refusal is said at start-up: someone asked, or the topology is the one it is made for."""
+    return any(
+        found.asked == ON or (found.asked == AUTO and not found.obstacle and found.world_size > 2 and not found.nvlink)
+        for found in everyones
+    )

@@ -1,0 +1,176 @@
+"""The cases by name, in order."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import torch
+from rig import HIDDEN
+
+SIZES = tuple(1 << shift for shift in range(10, 27))
+HEADS, HEAD_DIM, QUERY_DIM, ROWS = 48, 512, 576, 64
+REPLAYS = 10000
+
+
+def made(rig: Any) -> None:
+    """What the communicator holds, against what its construction took of the device."""
+    held = rig.pcie.held_bytes() if rig.pcie is not None else 0
+    rig.row(serves=rig.pcie is not None, held_bytes=held, groups_took_bytes=rig.made_bytes)
+    if rig.pcie is None:
+        raise RuntimeError("PCIe collectives are off; the log says why")
+
+
+def _payload(rig: Any, nbytes: int, seed: int) -> torch.Tensor:
+    return rig.normal(seed, (max(1, nbytes // 2 // HIDDEN), min(HIDDEN, nbytes // 2)))
+
+
+def sums(rig: Any) -> None:
+    """Every size through the group, eager and replayed: bytes alike on all ranks, and NCCL's within rounding."""
+    for nbytes in SIZES:
+        tensor = _payload(rig, nbytes, nbytes)
+        wanted = rig.nccl_sum(tensor)
+        route = rig.pcie.limits.route(nbytes)
+        eager = rig.group.all_reduce(tensor)
+        graph, out = rig.captured(partial(rig.group.all_reduce, tensor))
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        errors = [float((value.float() - wanted.float()).abs().max()) for value in (eager, out)]
+        alike = [rig.alike(value) for value in (eager, out)]
+        rig.row(nbytes=nbytes, route=route, max_abs_errors=errors, ranks_alike=alike,
+                failed=max(errors) > 2.0**-4 or not all(alike))  # fmt: skip
+
+
+def times(rig: Any) -> None:
+    """Replayed graphs of 20 sums each: this route over NCCL."""
+    for nbytes in SIZES:
+        tensor = _payload(rig, nbytes, 1)
+        served = rig.pcie
+
+        def chain(tensor: torch.Tensor = tensor) -> None:
+            for _ in range(20):
+                rig.group.all_reduce(tensor)
+
+        ours, _ = rig.captured(chain)
+        rig.group.device_communicator.pcie_ar_comm = None
+        custom = rig.group.device_communicator.ca_comm
+        rig.group.device_communicator.ca_comm = None
+        try:
+            nccl, _ = rig.captured(chain)
+        finally:
+            rig.group.device_communicator.pcie_ar_comm, rig.group.device_communicator.ca_comm = served, custom
+        ratio = rig.seconds(ours.replay) / rig.seconds(nccl.replay)
+        rig.row(nbytes=nbytes, route=rig.pcie.limits.route(nbytes), time_ratio_to_nccl_nvlink_not_pcie=ratio)
+
+
+def _manager(rig: Any, *, natural: bool, padded: int | None) -> Any:
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.ops.dcp import MLADCPManager
+
+    with set_current_vllm_config(rig.config):
+        return MLADCPManager(
+            rig.config, rig.device, HEADS // rig.world, QUERY_DIM, HEAD_DIM, torch.bfloat16, torch.bfloat16, padded,
+            natural, False,
+        )  # fmt: skip
+
+
+def _nccl_combine(rig: Any, output: torch.Tensor, lse: torch.Tensor, natural: bool, **shards: Any) -> torch.Tensor:
+    from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs
+
+    return cp_lse_ag_out_rs(output.clone(), lse.clone(), rig.dcp, is_lse_base_on_e=natural, **shards)
+
+
+def exchange(rig: Any) -> None:
+    """The manager of a layer against vLLM's NCCL path: rows below, at and above the capacity, empty shards, padding."""
+    for natural in (True, False):
+        manager = _manager(rig, natural=natural, padded=64 if natural else None)
+        for rows in (1, 7, ROWS, ROWS + 1):
+            output = rig.normal(rows, (rows, HEADS, HEAD_DIM))
+            lse = 3 * rig.normal(100 + rows, (rows, HEADS), torch.float32)
+            starts = torch.arange(rows + 1, device=rig.device, dtype=torch.int32)
+            lengths = torch.full((rows,), 5, device=rig.device, dtype=torch.int32)
+            lengths[rig.rank :: 3] = 0
+            wanted = _nccl_combine(rig, output, lse, natural, seq_lens=lengths, query_start_loc=starts)
+            query = rig.normal(200 + rows, (rows, HEADS // rig.world, QUERY_DIM))
+            all_heads = rig.dcp.all_gather(query, dim=1)
+
+            def body(
+                manager: Any = manager, output: torch.Tensor = output, lse: torch.Tensor = lse,
+                lengths: torch.Tensor = lengths, starts: torch.Tensor = starts, query: torch.Tensor = query,
+            ) -> Any:  # fmt: skip
+                combined = manager.combine(output, lse.clone(), seq_lens=lengths, query_start_loc=starts)
+                return combined, manager.query_gather(query)
+
+            found = [body()]
+            graph, replayed = rig.captured(body)
+            for value in replayed:
+                value.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            found.append(replayed)
+            errors = [float((combined.float() - wanted.float()).abs().max()) for combined, _ in found]
+            gathers = [bool(torch.equal(gathered, all_heads)) for _, gathered in found]
+            rig.row(rows=rows, natural=natural, padded_heads=manager.padded_num_heads, max_abs_errors=errors,
+                    gathers_equal=gathers, failed=max(errors) > 0.03 or not all(gathers))  # fmt: skip
+
+
+def interleaved(rig: Any) -> None:
+    """Graphs of target and draft, in random order, with eager work between: every hundredth result is checked."""
+    manager = _manager(rig, natural=True, padded=None)
+    target_in, draft_in = rig.normal(1, (4, HIDDEN)), rig.normal(2, (2, HIDDEN))
+    query = rig.normal(3, (8, HEADS // rig.world, QUERY_DIM))
+
+    def target() -> Any:
+        return rig.group.all_reduce(rig.group.all_reduce(target_in) * 0.5), manager.query_gather(query)
+
+    def draft() -> Any:
+        return (rig.group.all_reduce(draft_in),)
+
+    graphs = {"target": rig.captured(target), "draft": rig.captured(draft)}
+    wrong, checked, order = 0, 0, random.Random(7)
+    for turn in range(REPLAYS):
+        name = order.choice(("target", "draft", "draft", "eager"))
+        if turn % 100 == 0:
+            target_in.copy_(rig.normal(turn, (4, HIDDEN)))
+            draft_in.copy_(rig.normal(turn + 1, (2, HIDDEN)))
+            query.copy_(rig.normal(turn + 2, query.shape))
+        if name == "eager":
+            given = (rig.group.all_reduce(draft_in),)
+        else:
+            graphs[name][0].replay()
+            given = graphs[name][1]
+        if turn % 100 < 3:
+            checked += 1
+            source = target_in if name == "target" else draft_in
+            wanted = rig.nccl_sum(source)
+            if name == "target":
+                wanted = rig.nccl_sum(wanted * 0.5)
+                wrong += int(not torch.equal(given[1], rig.dcp.all_gather(query, dim=1)))
+            wrong += int(float((given[0].float() - wanted.float()).abs().max()) > 2.0**-3)
+    rig.meet()
+    rig.row(replays=REPLAYS, checked=checked, wrong=wrong, failed=wrong > 0)
+
+
+def profiling(rig: Any) -> None:
+    """Free memory after each of ten profiling captures."""
+    from vllm.distributed.capture_scopes import disposable_captures
+
+    tensor = rig.normal(1, (4, HIDDEN))
+    free = [rig.free_at_rest()]
+    for _ in range(10):
+        with disposable_captures():
+            graph, out = rig.captured(lambda: rig.group.all_reduce(tensor))
+            del graph, out
+            rig.free_bytes()
+        free.append(rig.free_at_rest())
+    ids = len(rig.pcie.oneshot.pool._captured_channel_ids)
+    # What the first one loads stays: code, and what libraries keep.
+    rig.row(free_bytes=free, captures=10, captured_ids_left=ids, failed=free[1] != free[-1])
+
+
+CASES = {
+    "made": made, "sums": sums, "exchange": exchange, "profiling": profiling, "interleaved": interleaved,
+    "times": times,
+}  # fmt: skip
