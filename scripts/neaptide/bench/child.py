@@ -157,6 +157,7 @@ def rank_terms(worker: Any) -> dict[str, Any]:
         "available_kv_cache_memory_bytes": getattr(worker, "available_kv_cache_memory_bytes", None),
         "graph_bytes_estimated": getattr(worker, "cudagraph_memory_estimate", None),
         "pcie_all_reduce": None if pcie is None else str(pcie.limits),
+        "pcie_calls": None if pcie is None else dict(pcie.calls),
         "pcie_held_bytes": None if pcie is None else pcie.held_bytes(),
     }
 

@@ -1,8 +1,8 @@
 """PCIe collectives of b12x through vLLM's own groups and captures.
 
-``python tests/gpu/vllm_pcie_child RANK WORLD PORT RESULT``: one of the ranks, each with a GPU; RESULT gets a JSON object with a row for each
-case. NCCL makes every reference. The trees on the path decide what is under test; the architecture's limit is lifted
-by VLLM_NEAPTIDE_PCIE_ARCHITECTURES=any. On an NVLink machine times are not those of PCIe.
+``python tests/gpu/vllm_pcie_child RANK WORLD PORT RESULT``: one of the ranks, each with a GPU; RESULT gets a JSON
+object with a row for each case. NCCL makes every reference. The trees on the path decide what is under test; the
+architecture's limit is lifted by VLLM_NEAPTIDE_PCIE_ARCHITECTURES=any. On NVLink times are not those of PCIe.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.pcie_channels import EAGER, PooledChannel, prepared_plan
-from vllm.distributed.device_communicators.pcie_limits import ONESHOT, RING, Limits
+from vllm.distributed.device_communicators.pcie_limits import NCCL, ONESHOT, RING, Limits
 
 _ONESHOT = "OneshotAllReducePool.all_reduce"
 _RING = "DmaAllReduce.all_reduce"
@@ -23,6 +23,9 @@ class PcieAllReduce:
         group: the ranks, a CPU group: what they exchange is handles and contracts.
         limits: alike on all ranks.
 
+    Attributes:
+        calls: how many went where, a captured one once.
+
     Raises:
         RuntimeError: on every rank, if a rank cannot map its peers.
     """
@@ -31,6 +34,7 @@ class PcieAllReduce:
         from b12x.comm.pcie import DmaAllReduce, OneshotAllReducePool
 
         self.limits = limits
+        self.calls = {ONESHOT: 0, RING: 0, NCCL: 0}
         pool = OneshotAllReducePool.from_exchange_group(
             exchange_group=group, device=device, eager_buffer_bytes=limits.oneshot_bytes, max_size=limits.oneshot_bytes
         )
@@ -43,11 +47,16 @@ class PcieAllReduce:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The sum over the group, of the same shape and dtype; None if NCCL has to make it, alike on all ranks."""
         route = self.limits.route(tensor.numel() * tensor.element_size())
-        if route == ONESHOT:
-            return self._by_oneshot(tensor)
-        if route == RING and self.ring is not None and self.ring.should_allreduce(tensor) and self.oneshot.here():
-            return self.ring.all_reduce(tensor, plan=self._ring_plan, out=torch.empty_like(tensor))
-        return None
+        by = {ONESHOT: self._by_oneshot, RING: self._by_ring}.get(route)
+        summed = None if by is None else by(tensor)
+        self.calls[NCCL if summed is None else route] += 1
+        return summed
+
+    def _by_ring(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if self.ring is None or not (self.ring.should_allreduce(tensor) and self.oneshot.here()):
+            return None
+        summed: torch.Tensor = self.ring.all_reduce(tensor, plan=self._ring_plan, out=torch.empty_like(tensor))
+        return summed
 
     def _by_oneshot(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not (self.oneshot.channel.should_allreduce(tensor) and self.oneshot.here()):
@@ -60,7 +69,9 @@ class PcieAllReduce:
         )
         if plan is None:
             return None
-        return self.oneshot.pool.all_reduce(tensor, plan=plan, out=torch.empty_like(tensor), channel_id=EAGER)
+        out = torch.empty_like(tensor)
+        summed: torch.Tensor = self.oneshot.pool.all_reduce(tensor, plan=plan, out=out, channel_id=EAGER)
+        return summed
 
     def held_bytes(self) -> int:
         """What this rank's device holds for it, by the functions that the allocations are sized with."""
