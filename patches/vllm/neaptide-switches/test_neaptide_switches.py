@@ -24,7 +24,11 @@ POLICIES = ("constant_bytes", "fixed_width", "upstream")
 OVERFLOW = "VLLM_NEAPTIDE_WORKSPACE_OVERFLOW"
 WARMUP = "VLLM_NEAPTIDE_PROFILE_WARMUP"
 BUDGETS = {"VLLM_NEAPTIDE_WORKSPACE_OVERFLOW_MB": 1024, "VLLM_NEAPTIDE_MLA_SPLITS_MB": None}
-ALL = {POLICY, FIXED, OVERFLOW, WARMUP, *BUDGETS}
+PCIE = {
+    f"VLLM_NEAPTIDE_PCIE_{name}"
+    for name in ("COLLECTIVES", "ARCHITECTURES", "ONESHOT_KB", "RING_KB", "RING_MB", "DCP_ROWS")
+}
+ALL = {POLICY, FIXED, OVERFLOW, WARMUP, *BUDGETS, *PCIE}
 # What each of two ranks has set.
 SCENARIOS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "default": ({}, {}),

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from vllm.distributed.device_communicators.pcie_channels import EAGER, PooledChannel, prepared_plan
+from vllm.distributed.device_communicators.pcie_channels import EAGER, PooledChannel, prepared_plan, release_plans
 from vllm.distributed.device_communicators.pcie_limits import NCCL, ONESHOT, RING, Limits
 
 _ONESHOT = "OneshotAllReducePool.all_reduce"
 _RING = "DmaAllReduce.all_reduce"
+PACK_BYTES = 16
 
 
 class PcieAllReduce:
@@ -43,6 +44,11 @@ class PcieAllReduce:
         if limits.ring_from_bytes:
             self.ring = DmaAllReduce(exchange_group=group, device=device, max_bytes=limits.ring_bytes, fp8="")
             self._ring_plan = prepared_plan(self.ring, _RING, {})
+            self._ring_ran = False
+
+    def join_captures(self) -> None:
+        """Take part in every later capture."""
+        self.oneshot.join_captures()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The sum over the group, of the same shape and dtype; None if NCCL has to make it, alike on all ranks."""
@@ -53,16 +59,19 @@ class PcieAllReduce:
         return summed
 
     def _by_ring(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if self.ring is None or not (self.ring.should_allreduce(tensor) and self.oneshot.here()):
+        if self.ring is None or not (_packed(tensor) and self.ring.should_allreduce(tensor) and self.oneshot.here()):
             return None
+        if not self._ring_ran and torch.cuda.is_current_stream_capturing():
+            return None  # its kernels are loaded by an eager call
+        self._ring_ran = True
         summed: torch.Tensor = self.ring.all_reduce(tensor, plan=self._ring_plan, out=torch.empty_like(tensor))
         return summed
 
     def _by_oneshot(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if not (self.oneshot.channel.should_allreduce(tensor) and self.oneshot.here()):
+        if not (_packed(tensor) and self.oneshot.channel.should_allreduce(tensor) and self.oneshot.here()):
             return None
         plan = self.oneshot.plan_of(
-            (_ONESHOT, tuple(tensor.shape), tensor.dtype),
+            (_ONESHOT, tuple(tensor.shape), tensor.stride(), tensor.dtype),
             _ONESHOT,
             {"inp": tensor},
             lambda state: state.bind_input(tensor),
@@ -85,6 +94,12 @@ class PcieAllReduce:
     def close(self) -> None:
         """Free everything; collective, and after the graphs."""
         if self.ring is not None:
+            release_plans(self.ring.device, (self._ring_plan,))
             self.ring.close()
             self.ring = None
         self.oneshot.close()
+
+
+def _packed(tensor: torch.Tensor) -> bool:
+    """Whether packs of 16 bytes can be read from its first byte on; alike on all ranks, as its offset is."""
+    return tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % PACK_BYTES == 0

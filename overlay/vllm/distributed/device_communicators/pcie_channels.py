@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 from vllm.distributed.capture_scopes import capture_name, register_capture_participant
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 EAGER = "eager"
 # Graphs that are never in flight together, and why: they share a channel.
@@ -59,6 +62,12 @@ def prepared_plan(runtime: Any, surface: str, call: dict[str, Any], bind: Callab
     return made
 
 
+def release_plans(device: torch.device, plans: tuple[Any, ...]) -> None:
+    """Let the session forget plans, and with them what they refer to."""
+    if plans:
+        _session(torch.device(device)).release_many(plans)
+
+
 class PooledChannel:
     """The one channel of a pool, a participant of every capture; see ``CaptureParticipant``.
 
@@ -68,7 +77,7 @@ class PooledChannel:
     """
 
     def __init__(self, pool: Any, group: ProcessGroup, device: torch.device) -> None:
-        self.pool, self.device = pool, device
+        self.pool, self.group, self.device = pool, group, device
         pool.prepare_channels((EAGER,), replay_group=REPLAY_GROUP)
         self.channel = pool._logical_channels[EAGER]
         self._thread = threading.get_ident()
@@ -77,7 +86,10 @@ class PooledChannel:
         self._names: dict[str, int] = {}
         self._plans: dict[object, Any] = {}
         self._saved: tuple[Any, dict[str, int]] | None = None
-        register_capture_participant(self, group)
+
+    def join_captures(self) -> None:
+        """Take part in every later capture; once all ranks have their channel."""
+        register_capture_participant(self, self.group)
 
     def here(self) -> bool:
         """Whether the current stream is the channel's: the capture's within one, else that of the first eager call.
@@ -85,12 +97,15 @@ class PooledChannel:
         What runs beside it, on a stream of its own, would not be ordered with the channel's work.
         """
         if threading.get_ident() != self._thread:
+            logger.warning_once("PCIe collectives: calls of a second thread go over NCCL.")
             return False
         current = torch.cuda.current_stream(self.device).cuda_stream
         if self._capturing_on:
             return current == self._capturing_on[-1]
         if self._stream is None:
             self._stream = current
+        if current != self._stream:
+            logger.warning_once("PCIe collectives: calls on a second stream go over NCCL.")
         return current == self._stream
 
     def plan_of(
@@ -125,7 +140,6 @@ class PooledChannel:
 
     def close(self) -> None:
         """Free it; collective, and after the graphs."""
-        if self._plans:
-            _session(torch.device(self.device)).release_many(tuple(self._plans.values()))
-            self._plans.clear()
+        release_plans(self.device, tuple(self._plans.values()))
+        self._plans.clear()
         self.pool.close()

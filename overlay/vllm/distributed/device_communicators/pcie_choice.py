@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 AUTO, ON, OFF = "auto", "1", "0"
 CAPABILITIES = ((12, 0), (12, 1))
-MOST_RANKS = 8
+WORLD_SIZES = (2, 4, 6, 8)
 NO_TOPOLOGY = "more than two GPUs without NVLink"
 
 
@@ -23,10 +23,13 @@ class Found:
     Attributes:
         asked: ``auto``, ``1`` or ``0``.
         architectures: ``any`` lifts the limit to :data:`CAPABILITIES`.
-        obstacle: what forbids to ask further here: another platform, several nodes; "" for nothing.
-        capability: of this rank's device.
-        peers: whether it can map every other device of the group.
-        nvlink: whether every pair has it.
+        serves: what would go over PCIe, with its sizes.
+        obstacle: what forbids to ask further here: another platform, a device that does not answer; "" for nothing.
+        device: ordinal of this rank's device in its process.
+        physical: its number on the machine.
+        capability: of it.
+        peers: whether it can map every other device of the group; not asked yet, it is assumed.
+        nvlink: whether every pair has it; not asked yet, none has.
         mig: whether the device is a part of one.
         ubatches: whether steps run as several at once.
         runtime: "" where b12x and its pools can be used, else why not.
@@ -35,9 +38,12 @@ class Found:
     asked: str
     architectures: str
     world_size: int
+    serves: str = ""
     obstacle: str = ""
+    device: int = -1
+    physical: int = -1
     capability: tuple[int, int] = (0, 0)
-    peers: bool = False
+    peers: bool = True
     nvlink: bool = False
     mig: bool = False
     ubatches: bool = False
@@ -50,8 +56,8 @@ def refusal(found: Found) -> str:
         return "switched off"
     if found.obstacle:
         return found.obstacle
-    if not 2 <= found.world_size <= MOST_RANKS:
-        return f"{found.world_size} ranks, served are 2 to {MOST_RANKS}"
+    if found.world_size not in WORLD_SIZES:
+        return f"{found.world_size} ranks, served are {', '.join(map(str, WORLD_SIZES))}"
     if found.architectures != "any" and found.capability not in CAPABILITIES:
         return f"compute capability {'.'.join(map(str, found.capability))}, served are 12.0 and 12.1"
     if found.mig:
@@ -67,6 +73,9 @@ def refusal(found: Found) -> str:
 
 def agreed_refusal(everyones: Sequence[Found]) -> str:
     """One answer for all ranks: the first rank's reason that has one, named; "" if all serve."""
+    sizes = {found.serves for found in everyones if not found.obstacle and found.asked != OFF}
+    if len(sizes) > 1:
+        return f"ranks were told different sizes: {'; '.join(sorted(sizes))}"
     reasons = [refusal(found) for found in everyones]
     rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
     if rank is None:

@@ -6,7 +6,8 @@ These functions are what vLLM's own code calls; without PCIe collectives each of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -15,7 +16,15 @@ import vllm.envs as envs
 from torch.distributed import ProcessGroup
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.device_communicators.pcie_all_reduce import PcieAllReduce
-from vllm.distributed.device_communicators.pcie_choice import OFF, Found, agreed_refusal, refusal, worth_a_line
+from vllm.distributed.device_communicators.pcie_choice import (
+    CAPABILITIES,
+    OFF,
+    ON,
+    Found,
+    agreed_refusal,
+    refusal,
+    worth_a_line,
+)
 from vllm.distributed.device_communicators.pcie_exchange import PcieExchange
 from vllm.distributed.device_communicators.pcie_limits import KIB, MIB, Limits
 from vllm.logger import init_logger
@@ -31,92 +40,116 @@ def limits() -> Limits:
     return Limits(envs.VLLM_NEAPTIDE_PCIE_ONESHOT_KB * KIB, ring, envs.VLLM_NEAPTIDE_PCIE_RING_MB * MIB if ring else 0)
 
 
-def found_here(group: ProcessGroup, device: torch.device) -> Found:
-    """What this rank sees. Nothing is asked of the device or of b12x that does not decide."""
-    found = Found(
-        envs.VLLM_NEAPTIDE_PCIE_COLLECTIVES,
-        envs.VLLM_NEAPTIDE_PCIE_ARCHITECTURES,
-        torch.distributed.get_world_size(group),
-    )
-    if found.asked == OFF:
-        return found
-    obstacle = _obstacle(group)
-    if obstacle:
-        return Found(found.asked, found.architectures, found.world_size, obstacle=obstacle)
-    config = get_current_vllm_config_or_none()
-    properties = torch.cuda.get_device_properties(device)
-    others = [index for index in range(found.world_size) if index != device.index]
-    seen = Found(
-        found.asked, found.architectures, found.world_size,
-        capability=(properties.major, properties.minor),
-        peers=_peers(device, others),
-        nvlink=_nvlink(found.world_size),
-        mig=" MIG " in properties.name,
-        ubatches=config is not None and config.parallel_config.use_ubatching,
-    )  # fmt: skip
-    return seen if refusal(seen) else Found(**{**vars(seen), "runtime": _runtime()})
+def found_here(group: ProcessGroup, device: torch.device, serves: str, obstacle: str = "") -> Found:
+    """What this rank was told, and what its own device and b12x are; nothing in it waits for a peer, or raises."""
+    found = Found(OFF, "listed", torch.distributed.get_world_size(group), serves)
+    try:
+        asked, architectures = envs.VLLM_NEAPTIDE_PCIE_COLLECTIVES, envs.VLLM_NEAPTIDE_PCIE_ARCHITECTURES
+        found = replace(found, asked=asked, architectures=architectures, obstacle=obstacle or _obstacle())
+        return found if refusal(replace(found, capability=CAPABILITIES[0])) else _with_device(found, device)
+    except Exception as error:
+        return replace(found, asked=ON, obstacle=f"{type(error).__name__}: {error}")
 
 
-def _obstacle(group: ProcessGroup) -> str:
-    from vllm.distributed.parallel_state import in_the_same_node_as
-
+def _obstacle() -> str:
     if not current_platform.is_cuda():
         return "not the CUDA platform"
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT, which wants one order of summation for all sizes"
-    return "" if all(in_the_same_node_as(group, source_rank=0)) else "several nodes"
+    return "VLLM_BATCH_INVARIANT, which wants one order of summation for all sizes" if envs.VLLM_BATCH_INVARIANT else ""
 
 
-def _peers(device: torch.device, others: list[int]) -> bool:
+def _with_device(found: Found, device: torch.device) -> Found:
+    config = get_current_vllm_config_or_none()
+    properties = torch.cuda.get_device_properties(device)
+    seen = replace(
+        found,
+        device=device.index,
+        physical=current_platform.visible_device_id_to_physical_device_id(device.index),
+        capability=(properties.major, properties.minor),
+        mig=" MIG " in properties.name,
+        ubatches=config is not None and config.parallel_config.use_ubatching,
+    )
+    return seen if refusal(seen) else replace(seen, runtime=_runtime())
+
+
+def reached(found: Found, everyones: Sequence[Found], group: ProcessGroup, device: torch.device) -> Found:
+    """``found``, and what lies between this device and those of the group; collective, and never raises."""
+    from vllm.distributed.parallel_state import in_the_same_node_as
+
+    try:
+        one_node = all(in_the_same_node_as(group, source_rank=0))
+        others = {one.device for one in everyones if one is not everyones[_own(everyones, found)]}
+        if not one_node or len(others) != len(everyones) - 1 or found.device in others:
+            return replace(found, obstacle="several nodes, or ranks that see each one device only")
+        nvlink = bool(current_platform.is_fully_connected([one.physical for one in everyones]))
+        return replace(found, peers=_peers(device, sorted(others)), nvlink=nvlink)
+    except Exception as error:
+        return replace(found, obstacle=f"{type(error).__name__}: {error}")
+
+
+def _own(everyones: Sequence[Found], found: Found) -> int:
+    return next(rank for rank, one in enumerate(everyones) if one.device == found.device)
+
+
+def _peers(device: torch.device, others: Sequence[int]) -> bool:
     return all(
         other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(device, other) for other in others
     )
-
-
-def _nvlink(world_size: int) -> bool:
-    return bool(current_platform.is_fully_connected(list(range(world_size))))
 
 
 def _runtime() -> str:
     try:
         import b12x.comm.pcie as pcie
         import b12x.comm.pcie.slab_sizes as sizes
+
+        # Names of the package are resolved on first use.
+        patched = hasattr(pcie.OneshotAllReducePool, "transient_captures") and hasattr(sizes, "owned_oneshot_bytes")
+        _ = pcie.DmaAllReduce, pcie.DcpAllToAllPool
     except Exception as error:
         return f"b12x's PCIe collectives, with neaptide's patches, cannot be imported ({type(error).__name__}: {error})"
-    if not hasattr(pcie.OneshotAllReducePool, "transient_captures") or not hasattr(sizes, "owned_oneshot_bytes"):
-        return "b12x without neaptide's channel pool; apply the b12x series"
-    return ""
+    return "" if patched else "b12x without neaptide's channel pool; apply the b12x series"
+
+
+def _told(group: ProcessGroup, mine: object) -> list[Any]:
+    """What each rank of a group has, by rank."""
+    everyones: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyones, mine, group=group)
+    return everyones
 
 
 def made_together(
-    name: str, group: ProcessGroup, device: torch.device, make: Callable[[], Made], serves: str
+    name: str, group: ProcessGroup, device: torch.device, make: Callable[[], Made], serves: str, obstacle: str = ""
 ) -> Made | None:
     """``make()`` on all ranks of a group or on none; collective over it, whatever a rank found.
 
+    Ranks go on from one step to the next only if all of them do, and nobody waits in a step for a rank that is not
+    in it.
+
     Args:
         name: of the group, for the log.
-        serves: what goes over PCIe, for the log.
+        serves: what goes over PCIe, alike on all ranks.
+        obstacle: why this rank cannot even be asked.
     """
-    everyones: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(everyones, found_here(group, device), group=group)
+    found = found_here(group, device, serves, obstacle)
+    everyones = _told(group, found)
     why = agreed_refusal(everyones)
-    made: Made | None = None
+    if not why:
+        everyones = _told(group, reached(found, everyones, group, device))
+        why = agreed_refusal(everyones)
+    made, failure = None, ""
     if not why:
         try:
             made = make()
-            failure = ""
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        failures: list[Any] = [None] * len(everyones)
-        torch.distributed.all_gather_object(failures, failure, group=group)
+        failures = _told(group, failure)
         why = next((f"rank {rank} of the group: {text}" for rank, text in enumerate(failures) if text), "")
-        if why and made is not None:
-            made = None
-    if made is not None:
+    if made is not None and not why:
+        made.join_captures()
         logger.info_once("PCIe collectives for group %s: %s; %d bytes held.", name, serves, made.held_bytes())
-    elif worth_a_line(everyones):
+        return made
+    if worth_a_line(everyones):
         logger.info_once("PCIe collectives for group %s: NCCL for everything, because: %s.", name, why)
-    return made
+    return None
 
 
 def attach_pcie_all_reduce(communicator: Any) -> None:
@@ -125,13 +158,14 @@ def attach_pcie_all_reduce(communicator: Any) -> None:
     name = communicator.unique_name
     if name.split(":")[0] != "tp" or communicator.world_size < 2 or not _on_cuda(communicator.device):
         return
-    allowed = limits()
+    group, device, allowed, wrong = communicator.cpu_group, communicator.device, Limits(0), ""
+    try:
+        allowed = limits()
+    except ValueError as error:
+        # Said again, as an error, when the switches of all ranks are compared.
+        wrong = str(error)
     communicator.pcie_ar_comm = made_together(
-        name,
-        communicator.cpu_group,
-        communicator.device,
-        lambda: PcieAllReduce(communicator.cpu_group, communicator.device, allowed),
-        f"all-reduce by {allowed}",
+        name, group, device, lambda: PcieAllReduce(group, device, allowed), f"all-reduce by {allowed}", wrong
     )
 
 

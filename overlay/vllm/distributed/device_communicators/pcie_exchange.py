@@ -42,6 +42,10 @@ class PcieExchange:
         self.world_size = torch.distributed.get_world_size(group)
         self.channel = PooledChannel(pool, group, device)
 
+    def join_captures(self) -> None:
+        """Take part in every later capture."""
+        self.channel.join_captures()
+
     def gathered(self, query: torch.Tensor) -> torch.Tensor | None:
         """All heads of a query [rows, heads / W, query_head_dim], in the order of ranks; None if it is NCCL's."""
         shape = (self.heads // self.world_size, self.query_head_dim)
