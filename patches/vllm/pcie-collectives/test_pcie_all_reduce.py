@@ -18,7 +18,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def reduce(machine: Machine, group: Any) -> PcieAllReduce:
     """Oneshot to 1,024 bytes, a ring from 2,048 to 4,096."""
-    return PcieAllReduce(group, CPU, Limits(1024, 2048, 4096))
+    made = PcieAllReduce(group, CPU, Limits(1024, 2048, 4096))
+    made.join_captures()
+    return made
 
 
 def floats(nbytes: int) -> torch.Tensor:
@@ -125,7 +127,10 @@ def test_what_is_captured_was_made_eagerly(reduce: PcieAllReduce, machine: Machi
             assert reduce.all_reduce(floats(128)) is not None
             assert reduce.all_reduce(floats(256)) is None
             assert reduce.all_reduce(floats(64).half()) is None
-            assert reduce.all_reduce(floats(2048)) is not None
+            assert reduce.all_reduce(floats(2048)) is None, "nor was the ring's"
+        assert reduce.all_reduce(floats(2048)) is not None
+        with machine.captured():
+            assert reduce.all_reduce(floats(4096)) is not None, "which takes all sizes then"
     plans = [call["plan"] for call in machine.named("oneshot")]
     assert plans[2:] == plans[:2]
     assert reduce.all_reduce(floats(256)) is not None

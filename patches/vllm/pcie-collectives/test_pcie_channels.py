@@ -20,7 +20,21 @@ STREAM = SimpleNamespace(cuda_stream=5)
 def channel(machine: Machine, group: Any) -> PooledChannel:
     from b12x.comm.pcie import OneshotAllReducePool
 
-    return PooledChannel(OneshotAllReducePool(device=CPU, max_size=64), group, CPU)
+    made = PooledChannel(OneshotAllReducePool(device=CPU, max_size=64), group, CPU)
+    made.join_captures()
+    return made
+
+
+def test_before_it_joins_it_takes_no_part(machine: Machine, group: Any) -> None:
+    """A peer may have failed to make its own."""
+    from b12x.comm.pcie import OneshotAllReducePool
+
+    alone = PooledChannel(OneshotAllReducePool(device=CPU, max_size=64), group, CPU)
+    with graph_capture():
+        assert ids(machine) == []
+    alone.join_captures()
+    with graph_capture():
+        assert ids(machine) == ["graphs/1"]
 
 
 @contextmanager
@@ -153,6 +167,7 @@ def test_all_channels_of_a_process_share_a_session(channel: PooledChannel, machi
     from b12x.comm.pcie import DcpAllToAllPool
 
     other = PooledChannel(DcpAllToAllPool(device=CPU), group, CPU)
+    other.join_captures()
     plans = [each.plan_of("kind", "surface", {}) for each in (channel, other)]
     assert machine.sessions == 1
     assert [plan.runtime for plan in plans] == [channel.channel, other.channel]
@@ -172,6 +187,7 @@ def test_garbage_takes_no_part(channel: PooledChannel, machine: Machine, group: 
     from b12x.comm.pcie import DcpAllToAllPool
 
     gone = PooledChannel(DcpAllToAllPool(device=CPU), group, CPU)
+    gone.join_captures()
     del gone
     gc.collect()
     with graph_capture():

@@ -102,7 +102,7 @@ def _error(value: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def exchange(rig: Any) -> None:
-    """The manager of a layer: rows below, at and above the capacity, empty shards, padding; vLLM's own path beside it."""
+    """A layer's manager: rows below, at and above the capacity, empty shards, padding; vLLM over NCCL beside it."""
     for natural in (True, False):
         manager = _manager(rig, natural=natural, padded=64 if natural else None)
         for rows in (1, 7, ROWS, ROWS + 1):
