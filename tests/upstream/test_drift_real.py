@@ -33,6 +33,7 @@ BUDGET, DIRECT = "indexer-plan-budget", "indexer-direct-outputs"
 SWITCHES, WORKER = "neaptide-switches", "v1/worker/gpu_worker.py"
 BUILDER = "v1/attention/backends/mla/indexer.py"
 CAPTURES, MANAGER, LANES, ESTIMATE = "disposable-captures", "workspace-manager", "workspace-lanes", "graph-estimate"
+PCIE, DCP_OPS = "pcie-collectives", "v1/attention/ops/dcp.py"
 TRANSIENTS, SPLITS = "mla-profile-transients", "mla-split-budget"
 STATE, RUNNER_V1 = "distributed/parallel_state.py", "v1/worker/gpu_model_runner.py"
 RUNNER_V2, GRAPHS_V2 = "v1/worker/gpu/model_runner.py", "v1/worker/gpu/cudagraph_utils.py"
@@ -223,6 +224,9 @@ DRIFTS |= {
         "$MATCH + 0",
         "torch.full($$$ARGS)",
         also=(BUDGET,),
+    ),
+    "the exchanges of a layer": Change(
+        PCIE, DCP_OPS, "MLADCPManager.__init__", name("use_pcp"), "bool($MATCH)", "self._init_combine($$$ARGS)"
     ),
     "the binding of a launch": Change(
         BUDGET,
