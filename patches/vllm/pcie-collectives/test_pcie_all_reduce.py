@@ -176,3 +176,11 @@ def test_closed_it_has_freed_everything(reduce: PcieAllReduce, machine: Machine)
     assert pool.closed == 1
     assert [plan for plan in machine.released if plan in made] == made
     assert reduce.all_reduce(floats(2048)) is None
+
+
+def test_plans_for_all_rows_are_made_ahead(reduce: PcieAllReduce, machine: Machine, scopes: Any) -> None:
+    reduce.prepare_rows(64, torch.float32)
+    assert len(machine.plans) == 1 + 1024 // 256, "the ring's, and one for each number of rows"
+    with capture(scopes, machine), machine.on_stream(5), machine.captured():
+        assert reduce.all_reduce(torch.ones(4, 64)) is not None
+        assert reduce.all_reduce(torch.ones(3, 32)) is None

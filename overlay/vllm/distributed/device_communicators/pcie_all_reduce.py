@@ -70,17 +70,31 @@ class PcieAllReduce:
     def _by_oneshot(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not (_packed(tensor) and self.oneshot.channel.should_allreduce(tensor) and self.oneshot.here()):
             return None
-        plan = self.oneshot.plan_of(
-            (_ONESHOT, tuple(tensor.shape), tensor.stride(), tensor.dtype),
-            _ONESHOT,
-            {"inp": tensor},
-            lambda state: state.bind_input(tensor),
-        )
+        plan = self._oneshot_plan(tensor)
         if plan is None:
             return None
         out = torch.empty_like(tensor)
         summed: torch.Tensor = self.oneshot.pool.all_reduce(tensor, plan=plan, out=out, channel_id=EAGER)
         return summed
+
+    def _oneshot_plan(self, tensor: torch.Tensor) -> Any | None:
+        return self.oneshot.plan_of(
+            (_ONESHOT, tuple(tensor.shape), tensor.stride(), tensor.dtype),
+            _ONESHOT,
+            {"inp": tensor},
+            lambda state: state.bind_input(tensor),
+        )
+
+    def prepare_rows(self, width: int, dtype: torch.dtype) -> None:
+        """Plans for all numbers of rows of a model's hidden size that the oneshot takes.
+
+        So that none is compiled while requests wait, or fails there on one rank alone.
+        """
+        row_bytes = width * dtype.itemsize
+        for rows in range(1, self.limits.oneshot_bytes // row_bytes + 1):
+            tensor = torch.empty((rows, width), dtype=dtype, device=self.oneshot.device)
+            if self.oneshot.channel.should_allreduce(tensor):
+                self._oneshot_plan(tensor)
 
     def held_bytes(self) -> int:
         """What this rank's device holds for it, by the functions that the allocations are sized with."""

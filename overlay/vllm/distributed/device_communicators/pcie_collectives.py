@@ -165,8 +165,17 @@ def attach_pcie_all_reduce(communicator: Any) -> None:
         # Said again, as an error, when the switches of all ranks are compared.
         wrong = str(error)
     communicator.pcie_ar_comm = made_together(
-        name, group, device, lambda: PcieAllReduce(group, device, allowed), f"all-reduce by {allowed}", wrong
+        name, group, device, lambda: _all_reduce(group, device, allowed), f"all-reduce by {allowed}", wrong
     )
+
+
+def _all_reduce(group: ProcessGroup, device: torch.device, allowed: Limits) -> PcieAllReduce:
+    """With the plans for the model that is being loaded, if one is."""
+    made = PcieAllReduce(group, device, allowed)
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.model_config is not None:
+        made.prepare_rows(config.model_config.get_hidden_size(), config.model_config.dtype)
+    return made
 
 
 def _on_cuda(device: torch.device) -> bool:
