@@ -70,6 +70,7 @@ def _run(world: int, folder: Path, **environment: str) -> Found:
             log.close()
     said = [(folder / f"rank{rank}.log").read_text(errors="replace")[-1500:] for rank in range(world)]
     assert all(result.is_file() for result in results), f"a rank wrote nothing: {said}"
+    assert [rank.returncode for rank in ranks] == [0] * world, f"a rank failed, hung or died: {said}"
     found = [json.loads(result.read_text()) for result in results]
     kept = os.environ.get("NEAPTIDE_TEST_RESULTS")
     if kept:
@@ -80,6 +81,7 @@ def _run(world: int, folder: Path, **environment: str) -> Found:
 
 def _check(found: Found) -> None:
     assert [rank["error"] for rank in found] == [""] * len(found)
+    assert [set(rank["cases"]) - {row["case"] for row in rank["rows"]} for rank in found] == [set()] * len(found)
     assert [row for rank in found for row in rank["rows"] if row.get("failed")] == []
     for row in found[0]["rows"]:
         if row["case"] == "times":

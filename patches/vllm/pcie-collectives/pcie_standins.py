@@ -139,7 +139,10 @@ class Pool:
     ) -> torch.Tensor:  # fmt: skip
         assert partial_lse.is_contiguous()
         lse = partial_lse.clone()
-        self._used("reduce", plan, channel_id, natural=is_lse_base_on_e, lse=lse, shape=tuple(partial_output.shape))
+        self._used(
+            "reduce", plan, channel_id, natural=is_lse_base_on_e, lse=lse, shape=tuple(partial_output.shape),
+            output=partial_output,
+        )  # fmt: skip
         return out.copy_(partial_output[:, : out.shape[1]])
 
     def close(self) -> None:

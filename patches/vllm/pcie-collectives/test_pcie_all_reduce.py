@@ -133,7 +133,8 @@ def test_what_is_captured_was_made_eagerly(reduce: PcieAllReduce, machine: Machi
             assert reduce.all_reduce(floats(4096)) is not None, "which takes all sizes then"
     plans = [call["plan"] for call in machine.named("oneshot")]
     assert plans[2:] == plans[:2]
-    assert reduce.all_reduce(floats(256)) is not None
+    assert reduce.all_reduce(floats(256)) is None, "captures are over, and the engine serves"
+    assert reduce.all_reduce(floats(64)) is not None
 
 
 def test_within_a_capture_the_channel_is_its_streams(reduce: PcieAllReduce, machine: Machine, scopes: Any) -> None:

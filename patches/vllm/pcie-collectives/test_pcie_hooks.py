@@ -61,6 +61,7 @@ def test_what_is_attached_to_nothing(
 
 def test_a_tensor_parallel_group_is_asked(collectives: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(collectives, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     asked: list[Any] = []
     monkeypatch.setattr(collectives, "made_together", lambda *args: asked.append(args) or "made")
     given = SimpleNamespace(unique_name="tp:0", world_size=2, device=torch.device("cuda:1"), cpu_group="group")
@@ -182,7 +183,9 @@ def test_an_exchange_has_the_rows_of_a_step_and_of_the_switch(
     monkeypatch.setenv("VLLM_NEAPTIDE_PCIE_DCP_ROWS", switch)
     made: list[Any] = []
     monkeypatch.setattr(collectives, "PcieExchange", lambda *args, **options: made.append(options["rows"]) or "made")
-    monkeypatch.setattr(collectives, "made_together", lambda name, group, device, make, serves: make())
+    monkeypatch.setattr(
+        collectives, "made_together", lambda name, group, device, make, serves, wrong: None if wrong else make()
+    )
     for _ in range(2):
         found = collectives.pcie_exchange_of("group", "dcp:0", torch.device("cuda:1"), rows, 6, DIM, QUERY)
         assert found == ("made" if most else None)

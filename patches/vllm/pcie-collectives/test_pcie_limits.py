@@ -44,9 +44,9 @@ def test_a_ring_that_is_not_above_the_oneshot_is_refused(ring: tuple[int, int]) 
 
 
 def test_what_they_say() -> None:
-    assert str(Limits(84 * KIB)) == "oneshot up to 84 KiB, NCCL for the rest"
+    assert str(Limits(84 * KIB)) == "oneshot up to 84 KiB, vLLM's own for the rest"
     said = str(Limits(84 * KIB, 2048 * KIB, 36 * MIB))
-    assert re.search(r"84 KiB.*ring from 2,048 KiB to 36 MiB.*NCCL", said)
+    assert re.search(r"84 KiB.*ring from 2,048 KiB to 36 MiB.*vLLM's own", said)
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_one_that_cannot_is_enough_for_none(case: str, why: str, found: Found) -
     ranks = found[case]
     assert [(rank["made"], rank["error"]) for rank in ranks] == [(False, "")] * 2
     for line in lines(ranks):
-        assert "NCCL for everything" in line
+        assert "not used, because" in line
         assert why in line
         assert "123 bytes" not in line
     assert max(rank["seconds"] for rank in ranks) < PATIENCE_SECONDS

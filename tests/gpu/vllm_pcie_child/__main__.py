@@ -20,7 +20,7 @@ from rig import Rig
 
 def main() -> None:
     rank, world, port, result = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    found: dict[str, Any] = {"rank": rank, "world": world, "rows": [], "error": ""}
+    found: dict[str, Any] = {"rank": rank, "world": world, "cases": list(CASES), "rows": [], "error": ""}
     try:
         rig = Rig(rank, world, port, found["rows"])
         found |= rig.named()

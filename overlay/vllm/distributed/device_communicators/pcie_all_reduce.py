@@ -18,7 +18,8 @@ PACK_BYTES = 16
 class PcieAllReduce:
     """Oneshot for small payloads, a DMA ring for large ones.
 
-    Everything that it holds is made here, so that the memory profile sees it.
+    Everything that it holds is made here, with the communicator and before the memory profile: like NCCL's buffers it
+    is in what the profile starts from, and not in what it leaves for the KV cache.
 
     Args:
         group: the ranks, a CPU group: what they exchange is handles and contracts.

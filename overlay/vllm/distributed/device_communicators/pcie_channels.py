@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from vllm.distributed.capture_scopes import capture_name, register_capture_participant
+from vllm.distributed.capture_scopes import capture_name, in_disposable_capture, register_capture_participant
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -85,6 +85,7 @@ class PooledChannel:
         self._capturing_on: list[int] = []
         self._names: dict[str, int] = {}
         self._plans: dict[object, Any] = {}
+        self._settled = False
         self._saved: tuple[Any, dict[str, int]] | None = None
 
     def join_captures(self) -> None:
@@ -111,9 +112,12 @@ class PooledChannel:
     def plan_of(
         self, kind: object, surface: str, call: dict[str, Any], bind: Callable[[Any], object] | None = None
     ) -> Any | None:
-        """The plan of a kind of call; None in the capture of one that was never made eagerly."""
+        """The plan of a kind of call; None for one that was not made before its capture, or by the end of captures.
+
+        Then the engine serves: nothing is compiled while requests wait, where it could fail on one rank alone.
+        """
         found = self._plans.get(kind)
-        if found is None and not torch.cuda.is_current_stream_capturing():
+        if found is None and not self._settled and not torch.cuda.is_current_stream_capturing():
             found = self._plans[kind] = prepared_plan(self.channel, surface, call, bind)
         return found
 
@@ -128,6 +132,7 @@ class PooledChannel:
                 yield
             finally:
                 self._capturing_on.pop()
+        self._settled = not in_disposable_capture()
 
     def checkpoint(self) -> None:
         self._saved = self.pool.checkpoint_channels(), dict(self._names)

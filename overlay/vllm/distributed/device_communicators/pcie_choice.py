@@ -84,8 +84,9 @@ def agreed_refusal(everyones: Sequence[Found]) -> str:
 
 
 def worth_a_line(everyones: Sequence[Found]) -> bool:
-    """Whether the refusal is said at start-up: someone asked, or the topology is the one it is made for."""
-    return any(
-        found.asked == ON or (found.asked == AUTO and not found.obstacle and found.world_size > 2 and not found.nvlink)
-        for found in everyones
-    )
+    """Whether the refusal is said at start-up: someone asked, or the machine is one that it is made for."""
+    return any(found.asked == ON or (found.asked == AUTO and _made_for(found)) for found in everyones)
+
+
+def _made_for(found: Found) -> bool:
+    return not found.obstacle and found.world_size > 2 and found.capability in CAPABILITIES and not found.nvlink

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.device_communicators.pcie_all_reduce import PcieAllReduce
 from vllm.distributed.device_communicators.pcie_choice import (
+    AUTO,
     CAPABILITIES,
     OFF,
     ON,
@@ -45,15 +46,21 @@ def found_here(group: ProcessGroup, device: torch.device, serves: str, obstacle:
     found = Found(OFF, "listed", torch.distributed.get_world_size(group), serves)
     try:
         asked, architectures = envs.VLLM_NEAPTIDE_PCIE_COLLECTIVES, envs.VLLM_NEAPTIDE_PCIE_ARCHITECTURES
-        found = replace(found, asked=asked, architectures=architectures, obstacle=obstacle or _obstacle())
+        found = replace(found, asked=asked, architectures=architectures, obstacle=obstacle or _obstacle(asked))
         return found if refusal(replace(found, capability=CAPABILITIES[0])) else _with_device(found, device)
     except Exception as error:
         return replace(found, asked=ON, obstacle=f"{type(error).__name__}: {error}")
 
 
-def _obstacle() -> str:
+def _obstacle(asked: str) -> str:
+    from vllm.distributed import parallel_state
+
     if not current_platform.is_cuda():
         return "not the CUDA platform"
+    if asked == AUTO and envs.VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC:
+        return "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC, which chooses another"
+    if asked == AUTO and not parallel_state._ENABLE_CUSTOM_ALL_REDUCE:
+        return "custom all-reduce is disabled"
     return "VLLM_BATCH_INVARIANT, which wants one order of summation for all sizes" if envs.VLLM_BATCH_INVARIANT else ""
 
 
@@ -148,7 +155,7 @@ def made_together(
         logger.info_once("PCIe collectives for group %s: %s; %d bytes held.", name, serves, made.held_bytes())
         return made
     if worth_a_line(everyones):
-        logger.info_once("PCIe collectives for group %s: NCCL for everything, because: %s.", name, why)
+        logger.info_once("PCIe collectives for group %s: not used, because: %s.", name, why)
     return None
 
 
@@ -179,7 +186,7 @@ def _all_reduce(group: ProcessGroup, device: torch.device, allowed: Limits) -> P
 
 
 def _on_cuda(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_available()
+    return device.type == "cuda" and current_platform.is_cuda() and torch.cuda.is_available()
 
 
 @cache
@@ -192,15 +199,19 @@ def pcie_exchange_of(
         rows: what a step can have in decode.
         heads: of all ranks.
     """
-    most = min(rows, envs.VLLM_NEAPTIDE_PCIE_DCP_ROWS)
-    if most < 1:
-        return None
+    most, wrong = 0, ""
+    try:
+        most = min(rows, envs.VLLM_NEAPTIDE_PCIE_DCP_ROWS)
+        wrong = "" if most else "VLLM_NEAPTIDE_PCIE_DCP_ROWS is 0"
+    except ValueError as error:
+        wrong = str(error)
     return made_together(
         name,
         group,
         device,
         lambda: PcieExchange(group, device, rows=most, heads=heads, head_dim=head_dim, query_head_dim=query_head_dim),
-        f"MLA exchange of {heads} heads, {head_dim} and {query_head_dim} wide, for up to {most} rows, NCCL above",
+        f"MLA exchange of {heads} heads, {head_dim} and {query_head_dim} wide, for up to {most} rows",
+        wrong,
     )
 
 

@@ -42,4 +42,4 @@ class Limits:
             if self.ring_from_bytes
             else ""
         )
-        return f"oneshot up to {self.oneshot_bytes / KIB:,.0f} KiB, {ring}NCCL for the rest"
+        return f"oneshot up to {self.oneshot_bytes / KIB:,.0f} KiB, {ring}vLLM's own for the rest"
