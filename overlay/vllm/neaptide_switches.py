@@ -149,14 +149,15 @@ def profile_warmup(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def pcie_collectives(environment: Mapping[str, str] = os.environ) -> str:
-    """Whether b12x's PCIe collectives serve tensor and decode context parallelism: ``auto`` (default), ``1`` or ``0``.
+    """Whether b12x's PCIe collectives serve tensor and decode context parallelism: ``0`` (default), ``auto`` or ``1``.
 
-    ``auto``: on more than two GPUs without NVLink. Where something that they need is missing, NCCL serves in any case.
+    ``auto``: on more than two GPUs without NVLink. Where something that they need is missing, vLLM's own serve in any
+    case. Off by default until a whole engine has been seen to run with them.
 
     Raises:
         ValueError: another value.
     """
-    return one_of(environment, PCIE, ("auto", "0", "1")) or "auto"
+    return one_of(environment, PCIE, ("auto", "0", "1")) or "0"
 
 
 def pcie_architectures(environment: Mapping[str, str] = os.environ) -> str:

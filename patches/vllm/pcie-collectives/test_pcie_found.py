@@ -31,6 +31,7 @@ def host(machine: Machine, collectives: Any, monkeypatch: pytest.MonkeyPatch) ->
     for name in (SWITCH, "VLLM_NEAPTIDE_PCIE_ARCHITECTURES", "VLLM_BATCH_INVARIANT"):
         monkeypatch.delitem(vars(envs), name, raising=False)
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(SWITCH, "auto")
     found = Host()
     platform = SimpleNamespace(
         is_cuda=lambda: found.cuda,

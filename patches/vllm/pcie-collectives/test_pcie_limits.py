@@ -13,7 +13,7 @@ from vllm.distributed.device_communicators.pcie_limits import KIB, MIB, NCCL, ON
 PREFIX = "VLLM_NEAPTIDE_PCIE_"
 # Default, least, and the unit of its error.
 NUMBERS = {"ONESHOT_KB": (84, 1, "KiB"), "RING_KB": (0, 0, "KiB"), "RING_MB": (36, 1, "MiB"), "DCP_ROWS": (64, 0, "")}
-CHOICES = {"COLLECTIVES": ("auto", ("auto", "0", "1")), "ARCHITECTURES": ("listed", ("listed", "any"))}
+CHOICES = {"COLLECTIVES": ("0", ("auto", "0", "1")), "ARCHITECTURES": ("listed", ("listed", "any"))}
 
 
 @pytest.mark.parametrize(
