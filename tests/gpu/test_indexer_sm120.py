@@ -11,6 +11,7 @@ import importlib.util
 from typing import Any
 
 import pytest
+from kernel_needs import without_kernels
 
 PAGE, HEADS, DIM, TOPK = 64, 32, 128, 2048
 MODE = "B12X_INDEXER_TWO_LEVEL_FOLD"
@@ -27,13 +28,10 @@ def _package() -> str:
 
 def _missing() -> str:
     """Why this machine cannot run these tests; empty if it can."""
-    absent = [name for name in ("torch", "cutlass", "triton") if importlib.util.find_spec(name) is None]
-    if absent:
-        return f"not installed beside this Python: {', '.join(absent)}"
+    if why := without_kernels():
+        return why
     import torch
 
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
     if torch.cuda.get_device_capability()[0] != 12:
         return "the scorers need compute capability 12.x, and this device has {}.{}".format(
             *torch.cuda.get_device_capability()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernel_needs import without_kernels
 
 CHILD = Path(__file__).with_name("indexer_topk_child.py")
 PACKAGE = "b12x.attention.nsa_indexer"
@@ -32,13 +33,8 @@ def _tree(variant: str) -> str:
 
 def _missing() -> str:
     """Why this machine cannot run these tests; empty if it can."""
-    absent = [name for name in ("torch", "cutlass", "triton") if importlib.util.find_spec(name) is None]
-    if absent:
-        return f"not installed beside this Python: {', '.join(absent)}"
-    import torch
-
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
+    if why := without_kernels():
+        return why
     if not (Path(_tree("patched")) / PACKAGE.replace(".", "/")).is_dir():
         return f"no tree with {PACKAGE}: set NEAPTIDE_TEST_B12X_PATCHED"
     return ""

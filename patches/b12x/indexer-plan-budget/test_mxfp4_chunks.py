@@ -17,12 +17,6 @@ from mxfp4_call import LAUNCH, ROWS, TOPK, WIDTH, Mxfp4Call, mxfp4_caps, mxfp4_p
 pytestmark = pytest.mark.skipif(not plans.prepared_plans(), reason="this b12x has no prepared path")
 
 
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in plans.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.parametrize("rows", [20, 32, 33, 80, 96])
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_call_is_exact(monkeypatch: pytest.MonkeyPatch, rows: int, shared: bool) -> None:
@@ -236,3 +230,12 @@ def test_launchers_of_a_fold_are_gathered_for_chunks(
     module.gather_fold_launchers(layout, binding, values, {})
     assert layout.layout.memory.folds
     assert [len(counts) for counts in rows] == [1], rows
+
+
+def test_caps_of_a_caller_s_own_class_have_no_budget() -> None:
+    """Upstream takes them here, and so does a plan without a budget."""
+    caps = SimpleNamespace(**{name: value for name, value in vars(mxfp4_caps(64)).items() if name != "plan_budget"})
+    module = plans.module("plan_budget")
+    assert module.mxfp4_within_budget(caps, lambda _: pytest.fail("nothing is planned")) is caps
+    operands = {"q_fp8": None}
+    assert module.with_budget(operands, caps) is operands

@@ -14,12 +14,6 @@ from budget_plans import MIB, budget, choice_of, plans
 KIB = 1024
 
 
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in plans.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-
 def module() -> Any:
     return plans.module("plan_budget")
 

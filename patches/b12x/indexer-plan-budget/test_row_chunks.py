@@ -15,12 +15,6 @@ from budget_plans import PAGE, ChunkCall, assert_topk, budget, calls, plans
 TOKENS, ROWS, LAUNCH = 40_000, 96, 32
 
 
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in plans.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-
 def row_chunks() -> Any:
     return plans.module("row_chunks")
 

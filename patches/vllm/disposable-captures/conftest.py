@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 # On a pristine tree test_captures_applied.py alone fails; the others could not be set up.
 if importlib.util.find_spec("vllm.distributed.capture_scopes") is None:
@@ -41,22 +40,6 @@ class Recorder:
 
     def rollback(self) -> None:
         self._say("rollback")
-
-
-@pytest.fixture(scope="session")
-def group() -> Iterator[Any]:
-    """The default group, of this process only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def scopes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``capture_scopes`` with nothing registered."""
-    module = importlib.import_module("vllm.distributed.capture_scopes")
-    monkeypatch.setattr(module, "_registry", module._Registry())
-    return module
 
 
 @pytest.fixture

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,29 +126,12 @@ def be_rank(rank: int, rendezvous: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def found() -> dict[str, list[dict[str, Any]]]:
     """For each case, what rank 0 and rank 1 came to."""
-    from torch.distributed import TCPStore
+    # This file is a rank's program, too, without the helpers on its path.
+    from gloo_ranks import found_by_two
 
-    probe = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    port = probe.port
-    del probe
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), f"localhost:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    end, outputs = time.monotonic() + RUN_SECONDS, []
-    try:
-        outputs = [rank.communicate(timeout=max(end - time.monotonic(), 1)) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], [error[-2000:] for _, error in outputs]
-    rows = [dict(json.loads(line) for line in out.splitlines() if line.startswith("[")) for out, _ in outputs]
-    return {name: [row[name] for row in rows] for name in CASES}
+    return found_by_two(Path(__file__), CASES, RUN_SECONDS)
 
 
 @pytest.mark.parametrize("case", ["both_well", "fifty_times"])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from pcie_standins import Machine, install
 
 PACKAGE = "vllm.distributed.device_communicators"
@@ -18,21 +17,11 @@ if importlib.util.find_spec(f"{PACKAGE}.pcie_choice") is None:
     collect_ignore_glob = ["test_pcie_*.py"]
 
 
-@pytest.fixture(scope="session")
-def group() -> Iterator[Any]:
-    """The default group, of this process only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.fixture
-def scopes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``capture_scopes`` with nothing registered."""
-    module = importlib.import_module("vllm.distributed.capture_scopes")
-    monkeypatch.setattr(module, "_registry", module._Registry())
+def scopes(scopes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Without a device to wait for."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    return module
+    return scopes
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ class Machine:
         self.stream, self.capturing = 1, False
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.plans: list[Plan] = []
-        self.released: list[Plan] = []
         self.sessions = 0
 
     def named(self, name: str) -> list[dict[str, Any]]:
@@ -82,7 +81,6 @@ class Pool:
         self.groups: dict[str, Channel] = {}
         self.captured_ids: list[str] = []
         self.open: list[Channel] = []
-        self.closed = 0
 
     @classmethod
     def from_exchange_group(cls, *, exchange_group: Any, device: torch.device, **options: Any) -> Pool:
@@ -145,16 +143,13 @@ class Pool:
         )  # fmt: skip
         return out.copy_(partial_output[:, : out.shape[1]])
 
-    def close(self) -> None:
-        self.closed += 1
-
 
 class Ring:
     machine: Machine
 
     def __init__(self, *, exchange_group: Any, device: torch.device, max_bytes: int, fp8: str | None = None) -> None:
         self.machine.calls.append(("ring made", {"max_bytes": max_bytes, "fp8": fp8}))
-        self.device, self.max_bytes, self.closed = device, max_bytes, False
+        self.device, self.max_bytes = device, max_bytes
         self._layout = SimpleNamespace(slab_bytes=1000, stage_bytes=24)
 
     def should_allreduce(self, tensor: torch.Tensor) -> bool:
@@ -165,9 +160,6 @@ class Ring:
         assert plan.runtime is self
         self.machine.calls.append(("ring", {"plan": plan}))
         return out.copy_(inp * 2)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +178,6 @@ def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
                 request.prepare_call(request.plan).run()
                 request.plan.prepared = True
                 machine.plans.append(request.plan)
-
-        def release_many(self, plans: tuple[Plan, ...]) -> None:
-            machine.released += plans
 
     kinds = {"OneshotAllReducePool": Pool, "DcpAllToAllPool": Pool, "DmaAllReduce": Ring}
     vars(pcie).update({name: type(name, (kind,), {"machine": machine}) for name, kind in kinds.items()})

@@ -155,12 +155,11 @@ def test_a_plan_outlives_a_disposable_capture(channel: PooledChannel, scopes: An
     """It was made on the channel of eager work, which stays."""
     call = {"inp": torch.ones(4)}
     with scopes.disposable_captures(), graph_capture():
-        made = channel.plan_of("kind", "surface", call)
+        made = channel.plan_of("surface", "kind", call)
     with machine.captured():
-        assert channel.plan_of("kind", "surface", call) is made
-        assert channel.plan_of("other kind", "surface", call) is None
+        assert channel.plan_of("surface", "kind", call) is made
+        assert channel.plan_of("surface", "other kind", call) is None
     assert machine.plans == [made]
-    assert machine.released == []
 
 
 def test_all_channels_of_a_process_share_a_session(channel: PooledChannel, machine: Machine, group: Any) -> None:
@@ -168,7 +167,7 @@ def test_all_channels_of_a_process_share_a_session(channel: PooledChannel, machi
 
     other = PooledChannel(DcpAllToAllPool(device=CPU), group, CPU)
     other.join_captures()
-    plans = [each.plan_of("kind", "surface", {}) for each in (channel, other)]
+    plans = [each.plan_of("surface", "kind", {}) for each in (channel, other)]
     assert machine.sessions == 1
     assert [plan.runtime for plan in plans] == [channel.channel, other.channel]
     with graph_capture():
@@ -178,8 +177,8 @@ def test_all_channels_of_a_process_share_a_session(channel: PooledChannel, machi
 
 def test_bind_is_called_with_the_state(channel: PooledChannel, machine: Machine) -> None:
     bound: list[Any] = []
-    made = channel.plan_of("kind", "surface", {}, bound.append)
-    assert channel.plan_of("kind", "surface", {}, bound.append) is made
+    made = channel.plan_of("surface", "kind", {}, bound.append)
+    assert channel.plan_of("surface", "kind", {}, bound.append) is made
     assert bound == [made]
 
 
@@ -195,8 +194,16 @@ def test_garbage_takes_no_part(channel: PooledChannel, machine: Machine, group: 
     assert ids(machine) == ["graphs/1"]
 
 
-def test_closed_it_releases_its_plans_before_its_memory(channel: PooledChannel, machine: Machine) -> None:
-    made = channel.plan_of("kind", "surface", {})
-    channel.close()
-    assert machine.released == [made]
-    assert channel.pool.closed == 1
+def test_after_the_captures_no_kind_is_new(channel: PooledChannel, scopes: Any, machine: Machine) -> None:
+    """Whatever is captured afterwards: nothing is compiled while requests wait."""
+    with scopes.disposable_captures(), graph_capture():
+        pass
+    known = channel.plan_of("surface", "profiled", {})
+    with graph_capture():
+        pass
+    assert channel.plan_of("surface", "new", {}) is None
+    with scopes.disposable_captures(), graph_capture():
+        pass
+    assert channel.plan_of("surface", "new", {}) is None
+    assert channel.plan_of("surface", "profiled", {}) is known
+    assert machine.plans == [known]

@@ -89,6 +89,12 @@ def test_pairs_of_other_ranks_are_theirs(host: Host, collectives: Any) -> None:
     assert reason(collectives) == ""
 
 
+def test_ranks_that_see_their_own_device_only(host: Host, collectives: Any) -> None:
+    """Each calls it by the same number, and which peers it has cannot be asked."""
+    found = collectives.found_here(None, DEVICE, "sums")
+    assert "one device each" in refusal(collectives.reached(found, [found] * 4, None, DEVICE))
+
+
 def test_batch_invariance_wants_one_order(host: Host, collectives: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert "VLLM_BATCH_INVARIANT" in reason(collectives)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from vllm.distributed.device_communicators.pcie_limits import KIB, MIB, NCCL, ONESHOT, RING, Limits
+from vllm.distributed.device_communicators.pcie_limits import KIB, MIB, ONESHOT, RING, UPSTREAM, Limits
 
 PREFIX = "VLLM_NEAPTIDE_PCIE_"
 # Default, least, and the unit of its error.
@@ -17,7 +17,8 @@ CHOICES = {"COLLECTIVES": ("0", ("auto", "0", "1")), "ARCHITECTURES": ("listed",
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "route"), [(0, NCCL), (1, ONESHOT), (99, ONESHOT), (100, ONESHOT), (101, NCCL), (1 << 40, NCCL)]
+    ("nbytes", "route"),
+    [(0, UPSTREAM), (1, ONESHOT), (99, ONESHOT), (100, ONESHOT), (101, UPSTREAM), (1 << 40, UPSTREAM)],
 )
 def test_without_a_ring(nbytes: int, route: str) -> None:
     assert Limits(100).route(nbytes) == route
@@ -25,7 +26,16 @@ def test_without_a_ring(nbytes: int, route: str) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "route"),
-    [(0, NCCL), (1, ONESHOT), (100, ONESHOT), (101, NCCL), (199, NCCL), (200, RING), (300, RING), (301, NCCL)],
+    [
+        (0, UPSTREAM),
+        (1, ONESHOT),
+        (100, ONESHOT),
+        (101, UPSTREAM),
+        (199, UPSTREAM),
+        (200, RING),
+        (300, RING),
+        (301, UPSTREAM),
+    ],
 )
 def test_with_a_ring(nbytes: int, route: str) -> None:
     assert Limits(100, 200, 300).route(nbytes) == route
@@ -33,7 +43,7 @@ def test_with_a_ring(nbytes: int, route: str) -> None:
 
 def test_limits_may_touch() -> None:
     touching = Limits(100, 101, 101)
-    assert [touching.route(nbytes) for nbytes in (100, 101, 102)] == [ONESHOT, RING, NCCL]
+    assert [touching.route(nbytes) for nbytes in (100, 101, 102)] == [ONESHOT, RING, UPSTREAM]
 
 
 @pytest.mark.parametrize("ring", [(100, 300), (99, 300), (1, 300), (301, 300), (200, 0)])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gloo_ranks import found_by_two
 from pcie_rank import CASES, PATIENCE_SECONDS
 
 RUN_SECONDS = 100
@@ -20,28 +16,7 @@ Found = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def found() -> Found:
     """For each case, what rank 0 and rank 1 came to."""
-    from torch.distributed import TCPStore
-
-    probe = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    port = probe.port
-    del probe
-    program = str(Path(__file__).with_name("pcie_rank.py"))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program, str(rank), f"localhost:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    end, outputs = time.monotonic() + RUN_SECONDS, []
-    try:
-        outputs = [rank.communicate(timeout=max(end - time.monotonic(), 1)) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], [error[-2000:] for _, error in outputs]
-    rows = [dict(json.loads(line) for line in out.splitlines() if line.startswith('["')) for out, _ in outputs]
-    return {name: [row[name] for row in rows] for name in CASES}
+    return found_by_two(Path(__file__).with_name("pcie_rank.py"), CASES, RUN_SECONDS)
 
 
 def lines(ranks: list[dict[str, Any]]) -> list[str]:

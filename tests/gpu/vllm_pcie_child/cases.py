@@ -48,23 +48,16 @@ def sums(rig: Any) -> None:
 
 
 def times(rig: Any) -> None:
-    """Replayed graphs of 20 sums each: this route over NCCL."""
+    """Replayed graphs of 20 sums each: this route over vLLM's NCCL communicator."""
     for nbytes in SIZES:
         tensor = _payload(rig, nbytes, 1)
-        served = rig.pcie
 
-        def chain(tensor: torch.Tensor = tensor) -> None:
+        def chain(one: Any, tensor: torch.Tensor = tensor) -> None:
             for _ in range(20):
-                rig.group.all_reduce(tensor)
+                one(tensor)
 
-        ours, _ = rig.captured(chain)
-        rig.group.device_communicator.pcie_ar_comm = None
-        custom = rig.group.device_communicator.ca_comm
-        rig.group.device_communicator.ca_comm = None
-        try:
-            nccl, _ = rig.captured(chain)
-        finally:
-            rig.group.device_communicator.pcie_ar_comm, rig.group.device_communicator.ca_comm = served, custom
+        ours, _ = rig.captured(partial(chain, rig.group.all_reduce))
+        nccl, _ = rig.captured(partial(chain, rig.group.device_communicator.pynccl_comm.all_reduce))
         ratio = rig.seconds(ours.replay) / rig.seconds(nccl.replay)
         rig.row(nbytes=nbytes, route=rig.pcie.limits.route(nbytes), time_ratio_to_nccl_nvlink_not_pcie=ratio)
 

@@ -28,7 +28,7 @@ class RowChunks:
     """
 
     parts: tuple[tuple[int, int, Any], ...]
-    output: torch.Tensor | None = None
+    output: Any = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -119,7 +119,7 @@ def mxfp4_chunks(state: Any, operands: Mapping[str, Any]) -> RowChunks | None:
     """Bindings of an MXFP4 call's chunks; None where it is one launch.
 
     Args:
-        operands: what ``state.bind`` was given, by name; of no other name is taken notice.
+        operands: the local variables of ``state.bind`` as it begins: what it was given, by name.
 
     Raises:
         ValueError: more rows than were planned, or an operand of other rows.
@@ -147,8 +147,8 @@ def run_mxfp4_chunks(state: Any, binding: RowChunks) -> torch.Tensor:
     """``state.run`` of every chunk; all rows of the output."""
     for _, _, part in binding.parts:
         state.run(part)
-    assert binding.output is not None
-    return binding.output
+    whole: torch.Tensor = binding.output
+    return whole
 
 
 def refuse_chunks(binding: Any) -> None:

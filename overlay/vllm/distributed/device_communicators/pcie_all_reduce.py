@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from vllm.distributed.device_communicators.pcie_channels import EAGER, PooledChannel, prepared_plan, release_plans
-from vllm.distributed.device_communicators.pcie_limits import NCCL, ONESHOT, RING, Limits
+from vllm.distributed.device_communicators.pcie_channels import EAGER, PooledChannel, prepared_plan
+from vllm.distributed.device_communicators.pcie_limits import ONESHOT, RING, UPSTREAM, Limits
 
 _ONESHOT = "OneshotAllReducePool.all_reduce"
 _RING = "DmaAllReduce.all_reduce"
@@ -36,7 +36,7 @@ class PcieAllReduce:
         from b12x.comm.pcie import DmaAllReduce, OneshotAllReducePool
 
         self.limits = limits
-        self.calls = {ONESHOT: 0, RING: 0, NCCL: 0}
+        self.calls = {ONESHOT: 0, RING: 0, UPSTREAM: 0}
         pool = OneshotAllReducePool.from_exchange_group(
             exchange_group=group, device=device, eager_buffer_bytes=limits.oneshot_bytes, max_size=limits.oneshot_bytes
         )
@@ -52,15 +52,15 @@ class PcieAllReduce:
         self.oneshot.join_captures()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The sum over the group, of the same shape and dtype; None if NCCL has to make it, alike on all ranks."""
+        """The sum over the group, of the same shape and dtype; None if it is vLLM's own, alike on all ranks."""
         route = self.limits.route(tensor.numel() * tensor.element_size())
         by = {ONESHOT: self._by_oneshot, RING: self._by_ring}.get(route)
         summed = None if by is None else by(tensor)
-        self.calls[NCCL if summed is None else route] += 1
+        self.calls[UPSTREAM if summed is None else route] += 1
         return summed
 
     def _by_ring(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if self.ring is None or not (_packed(tensor) and self.ring.should_allreduce(tensor) and self.oneshot.here()):
+        if not (_packed(tensor) and self.ring.should_allreduce(tensor) and self.oneshot.here()):
             return None
         if not self._ring_ran and torch.cuda.is_current_stream_capturing():
             return None  # its kernels are loaded by an eager call
@@ -80,8 +80,8 @@ class PcieAllReduce:
 
     def _oneshot_plan(self, tensor: torch.Tensor) -> Any | None:
         return self.oneshot.plan_of(
-            (_ONESHOT, tuple(tensor.shape), tensor.stride(), tensor.dtype),
             _ONESHOT,
+            (tuple(tensor.shape), tensor.stride(), tensor.dtype),
             {"inp": tensor},
             lambda state: state.bind_input(tensor),
         )
@@ -105,14 +105,6 @@ class PcieAllReduce:
         if self.ring is not None:
             held += self.ring._layout.slab_bytes + self.ring._layout.stage_bytes
         return int(held)
-
-    def close(self) -> None:
-        """Free everything; collective, and after the graphs."""
-        if self.ring is not None:
-            release_plans(self.ring.device, (self._ring_plan,))
-            self.ring.close()
-            self.ring = None
-        self.oneshot.close()
 
 
 def _packed(tensor: torch.Tensor) -> bool:

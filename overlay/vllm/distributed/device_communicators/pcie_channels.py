@@ -2,7 +2,7 @@
 """A b12x pool as a group of vLLM uses it: one channel for eager work and all graphs, and plans made ahead of captures.
 
 b12x wants a prepared plan for each kind of call on a channel. One is made at the first eager call of its kind, which
-vLLM's warm-up makes before it captures; a capture of a call that was never made eagerly is left to NCCL. All of
+vLLM's warm-up makes before it captures; a capture of a call that was never made eagerly is vLLM's own. All of
 this follows from the calls alone, which are the same on all ranks.
 """
 
@@ -23,12 +23,9 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 EAGER = "eager"
-# Graphs that are never in flight together, and why: they share a channel.
+# Graphs that are never in flight together share a channel. A worker enqueues eager work, the segments of PIECEWISE
+# graphs and the FULL graphs of target and draft on one stream, in one order on all ranks; micro-batches are refused.
 REPLAY_GROUP = "model"
-REPLAY_GROUP_BECAUSE = (
-    "a worker enqueues eager work, the segments of PIECEWISE graphs and the FULL graphs of target and draft on one "
-    "stream, in one order on all ranks; micro-batches, which overlap, are refused"
-)
 _requests = itertools.count()
 
 
@@ -62,12 +59,6 @@ def prepared_plan(runtime: Any, surface: str, call: dict[str, Any], bind: Callab
     return made
 
 
-def release_plans(device: torch.device, plans: tuple[Any, ...]) -> None:
-    """Let the session forget plans, and with them what they refer to."""
-    if plans:
-        _session(torch.device(device)).release_many(plans)
-
-
 class PooledChannel:
     """The one channel of a pool, a participant of every capture; see ``CaptureParticipant``.
 
@@ -98,7 +89,7 @@ class PooledChannel:
         What runs beside it, on a stream of its own, would not be ordered with the channel's work.
         """
         if threading.get_ident() != self._thread:
-            logger.warning_once("PCIe collectives: calls of a second thread go over NCCL.")
+            logger.warning_once("PCIe collectives: calls of a second thread are vLLM's own.")
             return False
         current = torch.cuda.current_stream(self.device).cuda_stream
         if self._capturing_on:
@@ -106,19 +97,20 @@ class PooledChannel:
         if self._stream is None:
             self._stream = current
         if current != self._stream:
-            logger.warning_once("PCIe collectives: calls on a second stream go over NCCL.")
+            logger.warning_once("PCIe collectives: calls on a second stream are vLLM's own.")
         return current == self._stream
 
     def plan_of(
-        self, kind: object, surface: str, call: dict[str, Any], bind: Callable[[Any], object] | None = None
+        self, surface: str, kind: object, call: dict[str, Any], bind: Callable[[Any], object] | None = None
     ) -> Any | None:
         """The plan of a kind of call; None for one that was not made before its capture, or by the end of captures.
 
         Then the engine serves: nothing is compiled while requests wait, where it could fail on one rank alone.
         """
-        found = self._plans.get(kind)
+        key = (surface, kind)
+        found = self._plans.get(key)
         if found is None and not self._settled and not torch.cuda.is_current_stream_capturing():
-            found = self._plans[kind] = prepared_plan(self.channel, surface, call, bind)
+            found = self._plans[key] = prepared_plan(self.channel, surface, call, bind)
         return found
 
     @contextmanager
@@ -132,7 +124,8 @@ class PooledChannel:
                 yield
             finally:
                 self._capturing_on.pop()
-        self._settled = not in_disposable_capture()
+        if not in_disposable_capture():
+            self._settled = True
 
     def checkpoint(self) -> None:
         self._saved = self.pool.checkpoint_channels(), dict(self._names)
@@ -142,9 +135,3 @@ class PooledChannel:
             raise RuntimeError("a rollback of PCIe channels without a checkpoint")
         saved, self._names = self._saved
         self.pool.rollback_channels(saved)
-
-    def close(self) -> None:
-        """Free it; collective, and after the graphs."""
-        release_plans(self.device, tuple(self._plans.values()))
-        self._plans.clear()
-        self.pool.close()

@@ -2,7 +2,7 @@
 """Whether b12x's PCIe collectives serve a group of ranks, and the one reason where they do not.
 
 Every rank tells the others what it found, and all come to the same answer: a collective that some ranks make over
-PCIe and others over NCCL never ends.
+PCIe and others not never ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 AUTO, ON, OFF = "auto", "1", "0"
 CAPABILITIES = ((12, 0), (12, 1))
 WORLD_SIZES = (2, 4, 6, 8)
-NO_TOPOLOGY = "more than two GPUs without NVLink"
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def refusal(found: Found) -> str:
     if found.ubatches:
         return "several micro-batches at once (DBO), which would share one channel"
     if found.asked == AUTO and (found.nvlink or found.world_size <= 2):
-        return f"not switched on, and not {NO_TOPOLOGY}"
+        return "not switched on, and not more than two GPUs without NVLink"
     return found.runtime
 
 

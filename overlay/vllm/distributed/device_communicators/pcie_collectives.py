@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PCIe collectives of a group of ranks: made where all ranks can and want to, else NCCL, with one line in the log.
+"""The PCIe collectives of a group of ranks: made where all ranks can and want to, else vLLM's.
 
 These functions are what vLLM's own code calls; without PCIe collectives each of them does nothing.
 """
@@ -83,18 +83,15 @@ def reached(found: Found, everyones: Sequence[Found], group: ProcessGroup, devic
     from vllm.distributed.parallel_state import in_the_same_node_as
 
     try:
-        one_node = all(in_the_same_node_as(group, source_rank=0))
-        others = {one.device for one in everyones if one is not everyones[_own(everyones, found)]}
-        if not one_node or len(others) != len(everyones) - 1 or found.device in others:
-            return replace(found, obstacle="several nodes, or ranks that see each one device only")
+        if not all(in_the_same_node_as(group, source_rank=0)):
+            return replace(found, obstacle="several nodes")
+        devices = {one.device for one in everyones}
+        if len(devices) < len(everyones):
+            return replace(found, obstacle="ranks that see one device each")
         nvlink = bool(current_platform.is_fully_connected([one.physical for one in everyones]))
-        return replace(found, peers=_peers(device, sorted(others)), nvlink=nvlink)
+        return replace(found, peers=_peers(device, sorted(devices - {found.device})), nvlink=nvlink)
     except Exception as error:
         return replace(found, obstacle=f"{type(error).__name__}: {error}")
-
-
-def _own(everyones: Sequence[Found], found: Found) -> int:
-    return next(rank for rank, one in enumerate(everyones) if one.device == found.device)
 
 
 def _peers(device: torch.device, others: Sequence[int]) -> bool:
@@ -218,7 +215,7 @@ def pcie_exchange_of(
 def exchange_for(
     manager: Any, num_heads: int, query_head_dim: int, head_dim: int, use_pcp: bool
 ) -> PcieExchange | None:
-    """The exchange of a layer's ``MLADCPManager``, whose group, device and rows are known; None where NCCL serves.
+    """The exchange of a layer's ``MLADCPManager``, whose group, device and rows are known; None where vLLM's own serve.
 
     Args:
         num_heads: of this rank.

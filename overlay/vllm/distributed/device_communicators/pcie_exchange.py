@@ -21,7 +21,7 @@ class PcieExchange:
 
     Args:
         group: the ranks, a CPU group.
-        rows: the most rows of a call; more go over NCCL.
+        rows: the most rows of a call; more are vLLM's own.
         heads: of all ranks.
         head_dim, query_head_dim: elements of an output and of a query.
 
@@ -51,7 +51,7 @@ class PcieExchange:
         self.channel.join_captures()
 
     def gathered(self, query: torch.Tensor) -> torch.Tensor | None:
-        """All heads of a query [rows, heads / W, query_head_dim], in the order of ranks; None if it is NCCL's."""
+        """All heads of a query [rows, heads / W, query_head_dim], in the order of ranks; None if it is vLLM's own."""
         shape = (self.heads // self.world_size, self.query_head_dim)
         if (
             query.ndim != 3 or not 0 < query.shape[0] <= self.rows or tuple(query.shape[1:]) != shape
@@ -64,7 +64,7 @@ class PcieExchange:
     def reduced(self, output: torch.Tensor, lse: torch.Tensor, *, natural: bool) -> torch.Tensor | None:
         """This rank's heads of the outputs [rows, heads, head_dim] of all ranks, weighted by their LSE [rows, heads].
 
-        None if it is NCCL's. A row that no rank has a finite LSE for is zero.
+        None if it is vLLM's own. A row that no rank has a finite LSE for is zero.
         """
         if (
             output.ndim != 3 or not 0 < output.shape[0] <= self.rows or output.dtype not in REDUCED
@@ -83,7 +83,7 @@ class PcieExchange:
         return self._called("lse_reduce_scatter", _REDUCE, call, (output.dtype, natural))
 
     def _called(self, method: str, surface: str, call: dict[str, Any], kind: object) -> torch.Tensor | None:
-        plan = self.channel.plan_of((surface, kind), surface, call) if self.channel.here() else None
+        plan = self.channel.plan_of(surface, kind, call) if self.channel.here() else None
         if plan is None:
             return None
         self.calls += 1
@@ -95,10 +95,6 @@ class PcieExchange:
         from b12x.comm.pcie.slab_sizes import owned_a2a_bytes
 
         return int(owned_a2a_bytes(self.channel.channel))
-
-    def close(self) -> None:
-        """Free it; collective, and after the graphs."""
-        self.channel.close()
 
 
 def combine_over(

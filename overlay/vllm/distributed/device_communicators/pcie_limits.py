@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KIB, MIB = 1 << 10, 1 << 20
-NCCL, ONESHOT, RING = "nccl", "oneshot", "ring"
+UPSTREAM, ONESHOT, RING = "upstream", "oneshot", "ring"
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Limits:
             )
 
     def route(self, nbytes: int) -> str:
-        """What serves a payload, if it takes its shape: :data:`ONESHOT`, :data:`RING` or :data:`NCCL`."""
+        """What serves a payload, if it takes its shape: :data:`ONESHOT`, :data:`RING` or :data:`UPSTREAM`."""
         if 0 < nbytes <= self.oneshot_bytes:
             return ONESHOT
-        return RING if self.ring_from_bytes and self.ring_from_bytes <= nbytes <= self.ring_bytes else NCCL
+        return RING if self.ring_from_bytes and self.ring_from_bytes <= nbytes <= self.ring_bytes else UPSTREAM
 
     def __str__(self) -> str:
         ring = (
