@@ -23,12 +23,18 @@ class Machine:
 
     def __init__(self) -> None:
         self.stream, self.capturing = 1, False
+        self.own_stream: int | None = None
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.plans: list[Plan] = []
         self.sessions = 0
 
     def named(self, name: str) -> list[dict[str, Any]]:
         return [call for called, call in self.calls if called == name]
+
+    def give_own_stream(self) -> None:
+        """vLLM's ``current_stream``: the first call of a process makes its stream and sets it."""
+        if self.own_stream is not None:
+            self.stream, self.own_stream = self.own_stream, None
 
     @contextmanager
     def on_stream(self, stream: int) -> Iterator[None]:
@@ -196,3 +202,6 @@ def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: SimpleNamespace(cuda_stream=machine.stream))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: machine.capturing)
+    from vllm.distributed.device_communicators import pcie_channels
+
+    monkeypatch.setattr(pcie_channels, "current_stream", machine.give_own_stream)

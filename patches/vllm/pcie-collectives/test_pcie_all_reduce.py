@@ -59,10 +59,11 @@ def test_a_layout_that_b12x_does_not_take(rows: int, reduce: PcieAllReduce) -> N
     assert reduce.all_reduce(torch.ones(rows, 32)[:, ::2]) is None
 
 
-def test_a_refused_size_leaves_the_stream_open(reduce: PcieAllReduce, machine: Machine) -> None:
-    assert reduce.all_reduce(floats(8192)) is None
+def test_a_first_call_on_another_stream_is_nccls(reduce: PcieAllReduce, machine: Machine) -> None:
+    """Plans are bound to the stream that they were made on."""
     with machine.on_stream(2):
-        assert reduce.all_reduce(floats(64)) is not None
+        assert reduce.all_reduce(floats(64)) is None
+    assert reduce.all_reduce(floats(64)) is not None
 
 
 @pytest.mark.parametrize("nbytes", [64, 2048])

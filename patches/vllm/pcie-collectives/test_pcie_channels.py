@@ -50,6 +50,18 @@ def ids(machine: Machine) -> list[str]:
     return [call["id"] for call in machine.named("capture")]
 
 
+def test_it_is_made_on_the_stream_that_vllm_gives_its_process(machine: Machine, group: Any) -> None:
+    """Without PyNccl nobody has asked yet; plans would be bound to the stream before it, and the first call refused."""
+    from b12x.comm.pcie import OneshotAllReducePool
+
+    machine.stream, machine.own_stream = 0, 7
+    made = PooledChannel(OneshotAllReducePool(device=CPU, max_size=64), group, CPU)
+    assert machine.stream == 7
+    assert made.here()
+    with machine.on_stream(0):
+        assert not made.here()
+
+
 def test_names_of_captures(scopes: Any) -> None:
     assert scopes.capture_name() == "graphs"
     with scopes.named("model", graph_capture()) as given:

@@ -63,11 +63,13 @@ def engine_arguments(spec: dict[str, Any]) -> dict[str, Any]:
         "gpu_memory_utilization": spec["utilisation"],
         "enable_prefix_caching": False,
         "disable_log_stats": True,
+        "kv_cache_dtype": spec["kv_cache_dtype"],
         "seed": 0,
         **({"load_format": "dummy"} if spec["dummy_weights"] else {}),
     }
     if spec["ranks"] > 1:
         arguments |= {"tensor_parallel_size": spec["ranks"], "distributed_executor_backend": "mp"}
+        arguments["decode_context_parallel_size"] = spec["context_ranks"]
     if spec["graphs"] == "eager":
         arguments["enforce_eager"] = True
     compilation: dict[str, Any] = {"cudagraph_mode": "PIECEWISE"} if spec["graphs"] == "piecewise" else {}
@@ -151,7 +153,10 @@ def rank_memory(worker: Any) -> dict[str, int]:
 def rank_terms(worker: Any) -> dict[str, Any]:
     """What a worker decided at start-up, and what it holds for PCIe collectives."""
     from vllm.distributed import get_tp_group
+    from vllm.v1.attention.ops.dcp import MLADCPManager
 
+    exchanges = {id(held): held for one in gc.get_objects() if isinstance(one, MLADCPManager)
+                 if (held := getattr(one, "pcie", None)) is not None}.values()  # fmt: skip
     pcie = getattr(get_tp_group().device_communicator, "pcie_ar_comm", None)
     return {
         "available_kv_cache_memory_bytes": getattr(worker, "available_kv_cache_memory_bytes", None),
@@ -159,6 +164,7 @@ def rank_terms(worker: Any) -> dict[str, Any]:
         "pcie_all_reduce": None if pcie is None else str(pcie.limits),
         "pcie_calls": None if pcie is None else dict(pcie.calls),
         "pcie_held_bytes": None if pcie is None else pcie.held_bytes(),
+        "pcie_exchanges": [{"rows": e.rows, "calls": e.calls, "held_bytes": e.held_bytes()} for e in exchanges],
     }
 
 

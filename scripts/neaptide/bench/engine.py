@@ -124,8 +124,9 @@ class Bench:
             try:
                 done = self._run([str(script), str(given), str(result)], first, unset, environment)
                 said = f"exit {done.returncode}: {done.stderr[-1500:]}"
-            except subprocess.TimeoutExpired:
-                said = f"no end after {self.timeout_seconds} s"
+            except subprocess.TimeoutExpired as ended:
+                last = (ended.stderr or b"").decode(errors="replace")[-1500:]
+                said = f"no end after {self.timeout_seconds} s: {last}"
             return (dict(json.loads(result.read_text())) if result.is_file() else None), said
 
     def _model(self, scenario: Scenario, folder: Path) -> dict[str, Any]:

@@ -46,6 +46,8 @@ _DEEPSEEK_V32: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v32-tiny": _DEEPSEEK_V32,
     "deepseek-v32-tiny-mtp": {**_DEEPSEEK_V32, "num_nextn_predict_layers": 1},
+    # FlashMLA's sparse backend takes decode context parallelism with under 32 heads on a rank.
+    "deepseek-v32-tiny-32-heads": {**_DEEPSEEK_V32, "num_attention_heads": 32, "num_key_value_heads": 32},
     "glm-dsa-tiny": {
         **_DEEPSEEK_V32,
         "architectures": ["GlmMoeDsaForCausalLM"],

@@ -27,6 +27,8 @@ class Scenario:
         capture_sizes: how many graphs, of 1, 2 and every fourth token count; none for vLLM's own choice.
         sleep_after: put the engine to sleep and wake it after this many requests.
         ranks: ``tensor_parallel_size``; memory is then rank 0's, and what each rank holds for PCIe stands beside it.
+        kv_cache_dtype: vLLM's name of it.
+        context_ranks: ``decode_context_parallel_size``, of these ranks.
         switches: environment variables of the engine, which only the patched one reads.
     """
 
@@ -45,7 +47,9 @@ class Scenario:
     expandable_segments: bool = False
     capture_sizes: int | None = None
     sleep_after: int | None = None
+    kv_cache_dtype: str = "auto"
     ranks: int = 1
+    context_ranks: int = 1
     switches: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,7 +83,11 @@ _ESTIMATES = tuple(
     for runner in (1, 2) for graphs in ("eager", "piecewise", "full") for draft in (0, 1)
 )  # fmt: skip
 _PCIE_ON = (("VLLM_NEAPTIDE_PCIE_COLLECTIVES", "1"), ("VLLM_NEAPTIDE_PCIE_ARCHITECTURES", "any"))
+_PCIE_OFF = (("VLLM_NEAPTIDE_PCIE_COLLECTIVES", "0"),)
 _TWO_RANKS = replace(_GRAPHS, ranks=2, requests=(Request(1000, 64, count=4), Request(30000)))
+_TWO_CONTEXT_RANKS = replace(
+    _TWO_RANKS, context_ranks=2, model="deepseek-v32-tiny-32-heads", kv_cache_dtype="fp8_ds_mla"
+)
 _DECLARED = (
     LADDER,
     replace(_FLASHMLA, name="prefill-ladder-flashmla", requests=_LONG),
@@ -102,6 +110,8 @@ _DECLARED = (
     replace(_GRAPHS, name="graphs-transient-v1", attention_backend="FLASH_ATTN_MLA_SPARSE", runner=1),
     replace(_FLASHMLA, name="sleep", sleep_after=1, requests=_SHORT),
     replace(_TWO_RANKS, name="two-ranks-pcie", switches=_PCIE_ON),
-    replace(_TWO_RANKS, name="two-ranks-nccl", switches=(("VLLM_NEAPTIDE_PCIE_COLLECTIVES", "0"),)),
+    replace(_TWO_RANKS, name="two-ranks-nccl", switches=_PCIE_OFF),
+    replace(_TWO_CONTEXT_RANKS, name="two-context-ranks-pcie", switches=_PCIE_ON),
+    replace(_TWO_CONTEXT_RANKS, name="two-context-ranks-nccl", switches=_PCIE_OFF),
 )
 SCENARIOS: dict[str, Scenario] = {s.name: s for s in _DECLARED}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -74,6 +76,13 @@ class Rig:
         total = tensor.clone()
         torch.distributed.all_reduce(total, group=self.group.device_group)
         return total
+
+    def nccl(self) -> tuple[Callable[[torch.Tensor], object], str]:
+        """The sum by NCCL, for graphs, and whose it is."""
+        ours = self.group.device_communicator.pynccl_comm
+        if not ours.disabled:
+            return ours.all_reduce, "vllm"
+        return partial(torch.distributed.all_reduce, group=self.group.device_group), "torch"
 
     def alike(self, tensor: torch.Tensor) -> bool:
         """Whether every rank has the same bytes."""

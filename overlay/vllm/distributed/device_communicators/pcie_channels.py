@@ -19,6 +19,7 @@ import torch
 from torch.distributed import ProcessGroup
 from vllm.distributed.capture_scopes import capture_name, in_disposable_capture, register_capture_participant
 from vllm.logger import init_logger
+from vllm.utils.torch_utils import current_stream
 
 logger = init_logger(__name__)
 
@@ -72,7 +73,9 @@ class PooledChannel:
         pool.prepare_channels((EAGER,), replay_group=REPLAY_GROUP)
         self.channel = pool._logical_channels[EAGER]
         self._thread = threading.get_ident()
-        self._stream: int | None = None
+        # The first to ask vLLM gives the process a stream of its own; PyNccl's warm-up, where it has a library.
+        current_stream()
+        self._stream = torch.cuda.current_stream(device).cuda_stream
         self._capturing_on: list[int] = []
         self._names: dict[str, int] = {}
         self._plans: dict[object, Any] = {}
@@ -84,7 +87,7 @@ class PooledChannel:
         register_capture_participant(self, self.group)
 
     def here(self) -> bool:
-        """Whether the current stream is the channel's: the capture's within one, else that of the first eager call.
+        """Whether the current stream is the channel's: the capture's within one, else the one that it was made on.
 
         What runs beside it, on a stream of its own, would not be ordered with the channel's work.
         """
@@ -94,8 +97,6 @@ class PooledChannel:
         current = torch.cuda.current_stream(self.device).cuda_stream
         if self._capturing_on:
             return current == self._capturing_on[-1]
-        if self._stream is None:
-            self._stream = current
         if current != self._stream:
             logger.warning_once("PCIe collectives: calls on a second stream are vLLM's own.")
         return current == self._stream
