@@ -23,7 +23,8 @@ from neaptide.symbols import (
     site_guard,
     statement_at,
 )
-from neaptide.text import Source, Splice, WorkingFile
+from neaptide.text import Source, Splice
+from neaptide.working import Part, WorkingFile
 
 
 @dataclass
@@ -46,7 +47,9 @@ class SeriesState:
 
 def _parsed(path: str, data: bytes) -> Source:
     try:
-        return Source(data.decode("utf-8"))
+        source = Source(data.decode("utf-8"))
+        _ = source.tree
+        return source
     except (SyntaxError, ValueError) as error:
         raise NeaptideError(
             f"Python {platform.python_version()} cannot parse it ({error})", wanted="a module in UTF-8 without a BOM",
@@ -150,7 +153,9 @@ def make_edit(series: SeriesState, patch: Patch, edit: Edit, allowed: set[str]) 
         pristine = series.source(edit.file)
         assert pristine is not None
         series.working[edit.file] = WorkingFile(pristine)
-    working = series.working[edit.file]
+    file = series.working[edit.file]
+    part = _part(file, edit)
+    working = part or file.whole
     source = working.source
     symbol = _symbol(source, edit.symbol)
 
@@ -161,7 +166,7 @@ def make_edit(series: SeriesState, patch: Patch, edit: Edit, allowed: set[str]) 
     if edit.match is not None:
         matches = find(source, edit.match, span_of(source, symbol), keep)
         if len(matches) != edit.count:
-            writers = ", ".join(sorted({o.patch for o in working.owned})) or "nobody"
+            writers = ", ".join(sorted({o.patch for o in file.owned})) or "nobody"
             raise Unplaceable(f"the rule has {len(matches)} matches after the edits of {writers}, wanted {edit.count}")
     found = splices(edit, source, symbol, matches, patch.folder)
     if edit.operation == "after":
@@ -175,6 +180,19 @@ def make_edit(series: SeriesState, patch: Patch, edit: Edit, allowed: set[str]) 
         working.apply(found, patch.name)
     except SyntaxError as error:
         raise Unplaceable(f"the result does not parse ({error.msg}, line {error.lineno})") from error
+    if part is not None:
+        file.part_changed()
+    else:
+        file.whole_changed()
+
+
+def _part(file: WorkingFile, edit: Edit) -> Part | None:
+    """The definition that an edit stays inside; None for one that is about the module, or replaces a symbol whole."""
+    return None if edit.symbol == MODULE or _whole_symbol(edit) else file.part_of(edit.symbol)
+
+
+def _whole_symbol(edit: Edit) -> bool:
+    return edit.match is None and edit.operation in ("replace", "before", "after")
 
 
 def expectation_span(source: Source, edit: Edit) -> tuple[int, int] | None:
@@ -182,13 +200,13 @@ def expectation_span(source: Source, edit: Edit) -> tuple[int, int] | None:
     symbol = find_symbol(source.tree, edit.symbol)
     if symbol is None:
         return None
-    whole = edit.match is None and edit.operation in ("replace", "before", "after")
-    return span_of(source, source.tree if whole else symbol)
+    return span_of(source, source.tree if _whole_symbol(edit) else symbol)
 
 
 def unmet_expectation(series: SeriesState, edit: Edit) -> str:
     """The first ``expect`` rule without a hit that reaches upstream's own text, or nothing."""
-    working = series.working[edit.file]
+    file = series.working[edit.file]
+    working = _part(file, edit) or file.whole
     span = expectation_span(working.source, edit)
     if span is None:
         return f"the symbol {edit.symbol} is gone"

@@ -79,6 +79,17 @@ def _bound_in(scope: ast.AST) -> frozenset[str]:
             names.add(node.name)  # type: ignore[attr-defined]
         if not isinstance(node, _SCOPES):
             todo.extend(ast.iter_child_nodes(node))
+        elif isinstance(node, DEFINITIONS):
+            todo.extend(_outside_body(node))
         else:
+            # A walrus inside a comprehension binds around it.
             todo.extend(n for n in ast.walk(node) if isinstance(n, ast.NamedExpr))
     return frozenset(names)
+
+
+def _outside_body(node: ast.AST) -> list[ast.AST]:
+    """What of a definition runs in the scope around it: decorators, defaults, bases."""
+    arguments = getattr(node, "args", None)
+    defaults = [*arguments.defaults, *(d for d in arguments.kw_defaults if d is not None)] if arguments else []
+    bases = [*getattr(node, "bases", []), *(k.value for k in getattr(node, "keywords", []))]
+    return [*getattr(node, "decorator_list", []), *defaults, *bases]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from neaptide.anchor import check_rule, find, rule_text
@@ -29,7 +31,20 @@ def plan_series(subject: Subject, patches: Sequence[Patch]) -> Plan:
             one patch, a rule that does not parse, an edit with no recorded guard).
     """
     series = SeriesState(subject, patches)
-    return Plan(subject, tuple(_plan_patch(series, patch) for patch in patches))
+    with _without_collection():
+        return Plan(subject, tuple(_plan_patch(series, patch) for patch in patches))
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No cyclic garbage collection: it would go through every syntax tree again and again while more are made."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _plan_patch(series: SeriesState, patch: Patch) -> PatchPlan:

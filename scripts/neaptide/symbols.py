@@ -66,6 +66,17 @@ def find_symbol(tree: ast.Module, symbol: str) -> ast.AST | None:
     return node
 
 
+def bound_names(scope: ast.AST) -> Iterator[str]:
+    """Names of definitions and assignments of a scope, each as often as it is bound."""
+    for statement in _scope_statements(scope):
+        if isinstance(statement, DEFINITIONS):
+            yield statement.name
+        elif isinstance(statement, ast.Assign):
+            yield from (t.id for t in statement.targets if isinstance(t, ast.Name))
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id
+
+
 def _bindings(scope: ast.AST, name: str) -> list[ast.stmt]:
     """Statements of a scope that bind ``name``, in the order of the text."""
     hits = [s for s in _scope_statements(scope) if _binds(s, name)]

@@ -55,7 +55,9 @@ def load_code(value: str, folder: Path, *, expression: bool, definition: bool) -
 def parse_code(path: Path) -> Source:
     """A code file of a patch; a clear error where it is missing or no Python."""
     try:
-        return Source(path.read_text(encoding="utf-8"))
+        source = Source(path.read_text(encoding="utf-8"))
+        _ = source.tree
+        return source
     except (OSError, SyntaxError, ValueError) as error:
         raise _refuse(str(path), str(error), "a Python file in UTF-8") from error
 

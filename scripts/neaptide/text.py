@@ -1,12 +1,11 @@
-"""A source file being edited: its text, its newlines, and which ranges of it we wrote."""
+"""A Python text with its newlines, and conversions between the positions of ``ast`` and code points."""
 
 from __future__ import annotations
 
 import ast
 import bisect
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ast_grep_py import SgNode, SgRoot
 
@@ -37,15 +36,6 @@ class Splice:
         return "".join(s.text for s in self.segments)
 
 
-@dataclass(frozen=True)
-class Owned:
-    """A range of code points that a patch wrote."""
-
-    start: int
-    end: int
-    patch: str
-
-
 class Source:
     """Immutable view of a Python text with conversions between ``ast`` and code-point positions."""
 
@@ -55,8 +45,15 @@ class Source:
         self.starts = [0]
         for line in self.lines:
             self.starts.append(self.starts[-1] + len(line))
-        self.tree = ast.parse(text)
+        self._tree: ast.Module | None = None
         self._root: SgNode | None = None
+
+    @property
+    def tree(self) -> ast.Module:
+        """Raises SyntaxError."""
+        if self._tree is None:
+            self._tree = ast.parse(self.text)
+        return self._tree
 
     @property
     def newline(self) -> str:
@@ -100,94 +97,6 @@ class Source:
     def rest_of_line(self, offset: int) -> str:
         line = self.line_of(offset)
         return self.text[offset : self.starts[line + 1]]
-
-
-@dataclass
-class WorkingFile:
-    """One file while the series is planned: current text plus the ranges that patches wrote."""
-
-    source: Source
-    owned: list[Owned] = field(default_factory=list)
-
-    def owners_at(self, start: int, end: int) -> set[str]:
-        """Patches whose text ``[start, end)`` touches (for an empty range: strictly inside)."""
-        if start == end:
-            return {o.patch for o in self.owned if o.start < start < o.end}
-        return {o.patch for o in self.owned if o.start < end and start < o.end}
-
-    def inside_ours(self, start: int, end: int) -> bool:
-        """Whether patches wrote every character of ``[start, end)``."""
-        for item in self.owned:
-            if item.start <= start < item.end:
-                start = item.end
-        return start >= end
-
-    def framed_by(self, start: int, end: int) -> set[str]:
-        """Patches that wrote both the first and the last character of ``[start, end)``, or one of two each.
-
-        Such a hit is made of our text, whatever it wraps; empty where upstream wrote either end.
-        """
-        first = {o.patch for o in self.owned if o.start <= start < o.end}
-        last = {o.patch for o in self.owned if o.start < end <= o.end}
-        return first | last if first and last else set()
-
-    def after_ours(self, offset: int) -> int:
-        """Past the text that patches put at ``offset``, so that a second insertion follows the first."""
-        for item in self.owned:
-            if item.start == offset:
-                offset = item.end
-        return offset
-
-    def apply(self, splices: Iterable[Splice], patch: str) -> None:
-        """Apply splices given in offsets of the current text; raises SyntaxError if the result does not parse."""
-        text, owned = self.source.text, list(self.owned)
-        for splice in sorted(splices, key=lambda s: (s.start, s.end), reverse=True):
-            kept = _kept(owned, splice, text)
-            text = text[: splice.start] + splice.text + text[splice.end :]
-            owned = _shifted(owned, splice) + kept + _owned_by(splice, patch)
-        self.source = Source(text)
-        self.owned = sorted(owned, key=lambda o: (o.start, o.end))
-
-
-def _shifted(owned: Sequence[Owned], splice: Splice) -> list[Owned]:
-    delta = len(splice.text) - (splice.end - splice.start)
-    out = []
-    for item in owned:
-        if item.end <= splice.start:
-            out.append(item)
-        elif item.start >= splice.end:
-            out.append(Owned(item.start + delta, item.end + delta, item.patch))
-        else:
-            if item.start < splice.start:
-                out.append(Owned(item.start, splice.start, item.patch))
-            if item.end > splice.end:
-                out.append(Owned(splice.start + len(splice.text), item.end + delta, item.patch))
-    return out
-
-
-def _owned_by(splice: Splice, patch: str) -> list[Owned]:
-    out, at = [], splice.start
-    for segment in splice.segments:
-        if segment.text and segment.origin is None:
-            out.append(Owned(at, at + len(segment.text), patch))
-        at += len(segment.text)
-    return out
-
-
-def _kept(owned: Sequence[Owned], splice: Splice, text: str) -> list[Owned]:
-    """Text of earlier patches that the splice captures, where it stands afterwards."""
-    out, at = [], splice.start
-    for segment in splice.segments:
-        low, high = segment.origin or (0, 0)
-        moved_whole = segment.text == text[low:high]
-        for item in owned:
-            start, end = max(item.start, low), min(item.end, high)
-            if start < end and moved_whole:
-                out.append(Owned(at + start - low, at + end - low, item.patch))
-            elif start < end:
-                out.append(Owned(at, at + len(segment.text), item.patch))
-        at += len(segment.text)
-    return out
 
 
 def string_lines(text: str) -> set[int]:
