@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import partial
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -43,6 +45,11 @@ class NeaptideError(Exception):
         self.code = code
         place = f"{where}: " if where else ""
         super().__init__(f"{place}{found}; wanted {wanted}. {todo}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(NeaptideError, wanted=self.wanted, todo=self.todo, where=self.where, code=self.code), (
+            self.found,
+        )
 
     def as_dict(self) -> dict[str, object]:
         return {

@@ -67,10 +67,46 @@ def sdist_path(artefact: TargetPin, *, frozen: bool, progress: Progress, cache: 
     return path
 
 
+def find_sdist(package: str, version: str, *, frozen: bool = False) -> tuple[str, str, str]:
+    """Version, file name and sha256 of a release's sdist; of the newest release without ``version``.
+
+    From the index; with ``frozen``, of the file in the cache.
+
+    Raises:
+        NeaptideError: the index has no such sdist or states no sha256, or the cache has no such file.
+    """
+    if frozen:
+        path = cache_folder() / f"{package}-{version}.tar.gz"
+        if not version or not path.is_file():
+            raise NeaptideError(
+                f"no {path.name} in the cache", wanted="it there, since --frozen uses no network",
+                todo="Run once without --frozen.", where=f"{package}=={version or 'newest'}",
+            )  # fmt: skip
+        return version, path.name, sha256_of(path)
+    asked = f"{package}=={version}" if version else package
+    try:
+        best = _finder().find_best_match(asked).best
+    except Exception as error:
+        raise NeaptideError(
+            f"the index did not answer ({type(error).__name__}: {error})", wanted="its list of releases",
+            todo="Check the network and PIP_INDEX_URL.", where=asked,
+        ) from error  # fmt: skip
+    digest = ((best.link.hashes if best is not None else None) or {}).get("sha256")
+    if best is None or digest is None:
+        raise NeaptideError(
+            "the index has no such sdist" if best is None else "the index states no sha256 for it",
+            wanted="a release with an sdist and its sha256", todo="Check the version.", where=asked,
+        )  # fmt: skip
+    return str(best.version), best.link.filename, digest
+
+
+def _finder() -> PackageFinder:
+    return PackageFinder(index_urls=os.environ.get("PIP_INDEX_URL", "").split(), no_binary=[":all:"])
+
+
 def _download(artefact: TargetPin, path: Path, progress: Progress) -> None:
     name = artefact.sdist or ""
-    indexes = os.environ.get("PIP_INDEX_URL", "").split()
-    finder = PackageFinder(index_urls=indexes, no_binary=[":all:"])
+    finder = _finder()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     best = None

@@ -72,6 +72,7 @@ class Subject:
         read: pristine bytes of a file, by its path inside the package.
         original: the pin's own bytes of a file, for showing what upstream changed.
         guards: recorded guards by patch and edit key; None records instead of comparing.
+        unpinned: no pin is of this version, so an edit may have no recorded guard: then somebody must read it.
     """
 
     target: str
@@ -80,6 +81,7 @@ class Subject:
     read: Reader
     original: Reader = lambda path: None
     guards: Mapping[str, Mapping[str, Guards]] | None = None
+    unpinned: bool = False
 
 
 @dataclass(frozen=True)

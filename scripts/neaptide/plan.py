@@ -196,6 +196,8 @@ def _judge(series: SeriesState, patch: Patch, key: str, file: str, symbol: str, 
     if recording or not found.symbol:
         return outcome(Status.CLEAN)
     recorded = (series.subject.guards or {}).get(patch.name, {}).get(key)
+    if recorded is None and series.subject.unpinned:
+        return outcome(Status.DRIFT, "no pin holds a guard of this edit, so nothing says what it was written for")
     if recorded is None:
         raise NeaptideError(
             "the pin's lock holds no guard for this edit", wanted="a recorded guard",

@@ -1,0 +1,1 @@
+"""Planning the series against upstream releases and commits that no pin names yet."""

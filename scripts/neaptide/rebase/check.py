@@ -1,0 +1,116 @@
+"""``neaptide check --against TARGET==VERSION ...``: the series on many releases, touched files only."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from neaptide.commands import Result
+from neaptide.disk import write_bytes
+from neaptide.errors import ExitCode, NeaptideError
+from neaptide.fetch import sdist_path
+from neaptide.output import Progress
+from neaptide.pins import DEFAULT_PIN, TargetPin
+from neaptide.rebase import describe, releases
+from neaptide.rebase.command import artefact_of
+from neaptide.rebase.planning import Library, plan_on
+from neaptide.series import load_series
+from neaptide.session import Options
+
+COLUMNS = ("release", "compared with", *(s.value for s in describe.OF_EDITS), "patches not applicable, retired", "s")
+
+
+def add_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--against", action="extend", nargs="+", default=[], metavar="TARGET==VERSION",
+        help="releases (TARGET==newest, too) or TARGET@REVISION of a checkout",
+    )  # fmt: skip
+    sub.add_argument("--report", type=Path, default=None, metavar="FILE.md", help="write the details as Markdown")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The series on one release."""
+
+    asked: str
+    pin: str
+    code: ExitCode
+    seconds: float
+    out: dict[str, Any]
+    markdown: str
+
+    @property
+    def row(self) -> list[str]:
+        edits, patches = self.out["edits"], self.out["patches"]
+        beside = [sum(p["status"] == s for p in patches) for s in ("not-applicable", "retired", "superseded")]
+        counted = f"{beside[0]}, {beside[1] + beside[2]}"
+        return [self.asked, self.pin, *(str(edits[s.value]) for s in describe.OF_EDITS), counted, f"{self.seconds:.1f}"]
+
+
+def run(args: argparse.Namespace, options: Options, progress: Progress) -> Result:
+    """Plan on every release; the exit code is the worst of theirs."""
+    if not args.against:
+        raise NeaptideError("nothing to check against", wanted="--against TARGET==VERSION ...", todo="Name releases.")
+    asked = [releases.parse(text) for text in args.against]
+    pin = options.pin or DEFAULT_PIN
+    artefacts = [artefact_of(one, options, pin) for one in asked]
+    for artefact in artefacts:
+        if artefact.commit is None:
+            sdist_path(artefact, frozen=options.frozen, progress=progress)
+    jobs = [(one.target, one.text, a, options) for one, a in zip(asked, artefacts, strict=True)]
+    begun = time.monotonic()
+    found = _all(jobs)
+    progress.table("the series on each release: edits", COLUMNS, [one.row for one in found])
+    progress.note(f"{len(found)} releases in {time.monotonic() - begun:.1f} s, after the downloads")
+    if args.report is not None:
+        write_bytes(args.report.resolve(), "\n".join(one.markdown for one in found).encode())
+        progress.note(f"report: {args.report}")
+    code = max((one.code for one in found), default=ExitCode.DONE, key=_severity)
+    return code, {"releases": [{"asked": o.asked, "exit_code": int(o.code), "seconds": round(o.seconds, 3), **o.out}
+                               for o in found]}  # fmt: skip
+
+
+def _severity(code: ExitCode) -> int:
+    return [ExitCode.DONE, ExitCode.FINDINGS, ExitCode.DRIFT, ExitCode.UNVERIFIED, ExitCode.CONFLICT].index(code)
+
+
+def _all(jobs: Sequence[tuple[str, str, TargetPin, Options]]) -> list[Checked]:
+    """A process a core; releases of one target go to the same worker in turn, which then reads its pins once."""
+    groups: dict[str, list[int]] = {}
+    for index, job in enumerate(jobs):
+        groups.setdefault(job[0], []).append(index)
+    workers = max(1, min(os.cpu_count() or 1, len(jobs)))
+    lots = [part for indices in groups.values() for part in _dealt(indices, workers)]
+    if len(lots) == 1:
+        return _lot([jobs[i] for i in lots[0]])
+    out: dict[int, Checked] = {}
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for lot, found in zip(lots, pool.map(_lot, [[jobs[i] for i in lot] for lot in lots]), strict=True):
+            out.update(zip(lot, found, strict=True))
+    return [out[i] for i in range(len(jobs))]
+
+
+def _dealt(indices: Sequence[int], workers: int) -> list[list[int]]:
+    return [part for w in range(workers) if (part := list(indices[w::workers]))]
+
+
+def _lot(jobs: Sequence[tuple[str, str, TargetPin, Options]]) -> list[Checked]:
+    options = jobs[0][3]
+    library = Library(options.root, options.checkouts, Progress(), frozen=options.frozen)
+    return [_one(library, *job) for job in jobs]
+
+
+def _one(library: Library, target: str, text: str, artefact: TargetPin, options: Options) -> Checked:
+    begun = time.monotonic()
+    planned = plan_on(library, target, artefact, load_series(options.root, target), options.pin)
+    code = planned.plan.exit_code()
+    out, report = describe.plan_dict(planned, frozenset()), describe.markdown(planned, frozenset(), "")
+    library.forget(target, artefact)
+    return Checked(text, planned.base.pin, code, time.monotonic() - begun, out, report)
