@@ -11,7 +11,10 @@ from neaptide import verify
 from neaptide.anchor import find
 from neaptide.cli import main
 from neaptide.model import Rule
+from neaptide.outcomes import Plan, Status, Subject
 from neaptide.pins import load_lock
+from neaptide.plan import plan_series
+from neaptide.series import after_closure, load_series
 from neaptide.symbols import find_symbol
 from neaptide.text import Source
 from real import ROOT, Trees
@@ -223,7 +226,6 @@ DRIFTS |= {
         "total_slices * topk",
         "$MATCH + 0",
         "torch.full($$$ARGS)",
-        also=(BUDGET,),
     ),
     "the exchanges of a layer": Change(
         PCIE, DCP_OPS, "MLADCPManager.__init__", name("use_pcp"), "bool($MATCH)", "self._init_combine($$$ARGS)"
@@ -294,20 +296,73 @@ def changed_checkout(trees: dict[str, Trees], folder: Path, change: Change) -> t
     return folder, new
 
 
-@pytest.mark.usefixtures("no_smoke")
+def planned(trees: dict[str, Trees], change: Change) -> tuple[Plan, str]:
+    """The patches that have to do with the changed file, and what they come after, planned on the changed files."""
+    pristine = trees["current"].pristine / change.target / change.target
+    text, new = change.apply((pristine / change.file).read_text())
+    lock = load_lock(ROOT, "current")[change.target]
+
+    def original(path: str) -> bytes | None:
+        return (pristine / path).read_bytes() if (pristine / path).is_file() else None
+
+    def read(path: str) -> bytes | None:
+        return text.encode() if path == change.file else original(path)
+
+    series = load_series(ROOT, change.target)
+    touching = [
+        p for p in series if any(key.split("::")[0].endswith(change.file) for key in lock.guards.get(p.name, {}))
+    ]
+    names = {p.name for p in touching}.union(*(after_closure(p, series) for p in touching))
+    assert change.patch in names
+    artefact = lock.artefact
+    subject = Subject(change.target, artefact.version, artefact.names, read, original, lock.guards)
+    return plan_series(subject, [p for p in series if p.name in names]), new
+
+
 @pytest.mark.parametrize("name", DRIFTS)
-def test_drift_is_named_and_shown(
-    trees: dict[str, Trees], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drift_is_named_and_shown(trees: dict[str, Trees], name: str) -> None:
     change = DRIFTS[name]
+    plan, new = planned(trees, change)
+    drifted = plan.open_drift(frozenset())
+    assert plan.exit_code() == 4
+    assert {o.patch for o in drifted} == {change.patch, *change.also}
+    for outcome in drifted:
+        assert (outcome.file, outcome.symbol.split(".")[0]) == (change.file, change.symbol.split(".")[0])
+        assert any(line.startswith("+") and new in line for line in outcome.upstream_change.splitlines())
+
+
+@pytest.mark.parametrize("name", [*MOVES, *CLEAN])
+def test_changes_beside_the_anchor_go_on(trees: dict[str, Trees], name: str) -> None:
+    change = {**MOVES, **CLEAN}[name]
+    plan, _ = planned(trees, change)
+    assert plan.exit_code() == 0
+    moved = {o.patch for o in plan.outcomes if o.status is Status.MOVED}
+    assert (change.patch in moved) == (name in MOVES)
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_drift_in_a_checkout_writes_nothing(
+    trees: dict[str, Trees], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = DRIFTS["shared op, loop"]
     checkout, new = changed_checkout(trees, tmp_path, change)
-    given = ("--checkout", f"{change.target}={checkout}")
     head = git(checkout, "rev-parse", "HEAD")
-    assert run("apply", *given) == 4
+    assert run("apply", "--checkout", f"{change.target}={checkout}") == 4
     shown = capsys.readouterr().err
     assert f"drift: {change.target}/{change.patch}: {change.file} {change.symbol.split('.')[0]}" in shown
     assert any(line.startswith("+") and new in line for line in shown.splitlines())
     assert git(checkout, "rev-parse", "HEAD") == head
+
+
+@pytest.mark.usefixtures("no_smoke")
+@pytest.mark.parametrize("name", ["another statement of the builder", "formatting"])
+def test_a_checkout_with_changes_beside_the_anchor(
+    trees: dict[str, Trees], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = {**MOVES, **CLEAN}[name]
+    checkout, _ = changed_checkout(trees, tmp_path, change)
+    assert run("apply", "--checkout", f"{change.target}={checkout}") == 0
+    assert (f"moved: {change.target}/{change.patch}" in capsys.readouterr().err) == (name in MOVES)
 
 
 @pytest.mark.usefixtures("no_smoke")
@@ -320,18 +375,6 @@ def test_accepted_drift_is_remembered(trees: dict[str, Trees], tmp_path: Path, n
     assert run("apply", *given, *accepted) == 0
     assert run("revert", *given) == 0
     assert run("apply", *given) == 0, "the accepted drift is remembered"
-
-
-@pytest.mark.usefixtures("no_smoke")
-@pytest.mark.parametrize("name", [*MOVES, *CLEAN])
-def test_changes_beside_the_anchor_go_on(
-    trees: dict[str, Trees], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    change = {**MOVES, **CLEAN}[name]
-    checkout, _ = changed_checkout(trees, tmp_path, change)
-    assert run("apply", "--checkout", f"{change.target}={checkout}") == 0
-    shown = capsys.readouterr().err
-    assert (f"moved: {change.target}/{change.patch}" in shown) == (name in MOVES)
 
 
 @pytest.mark.usefixtures("no_smoke")
