@@ -17,6 +17,9 @@ lint: .venv/ready-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck .ci/run scripts/build-image scripts/gpu-ci scripts/upstream-check scripts/upstream-issue \
+	  $(filter-out %.py %/__pycache__,$(wildcard scripts/image/*))
+	$(BIN)/hadolint Dockerfile
 
 format: .venv/ready-lint
 	$(BIN)/ruff check --fix .

@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from neaptide import __version__, both_trees, commands, pinning
+from neaptide import __version__, both_trees, commands, image, pinning
 from neaptide.bench import command as bench
+from neaptide.doctor import command as doctor
 from neaptide.errors import NeaptideError
 from neaptide.git import GitError
 from neaptide.output import Progress, print_json
 from neaptide.plans import command as plans
+from neaptide.rebase import check
+from neaptide.rebase import command as rebase
 from neaptide.session import Options, Session
 from neaptide.slabs import command as slabs
 
@@ -27,8 +30,11 @@ _COMMANDS = {
     "apply": "apply the series to unpacked sdists, checkouts or installed packages",
     "status": "say what is on disk at each target",
     "verify": "check again everything that was applied",
+    "doctor": "say what is applied and active here, and which promised saving is not in force, and why",
     "revert": "put back the bytes that were there before",
     "export": "write the applied series as patches, with manifest and locks",
+    "rebase": "plan the series on a release or commit that no pin names; with --accept, pin it",
+    "check": "plan the series on many releases: what fits, what upstream changed",
     "pins": "list the pins, or record a pin's lock",
     "slabs": "bytes of PCIe channels at each pin, by the code that allocates them, upstream's own against patched",
     "plans": "bytes of the sparse indexer's plans at each pin, by the planner itself, upstream's own against patched",
@@ -39,6 +45,11 @@ _OWN_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "bench": bench.add_options,
     "slabs": both_trees.add_options,
     "plans": both_trees.add_options,
+}
+
+_REBASING: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "rebase": rebase.add_options,
+    "check": check.add_options,
 }
 
 
@@ -79,6 +90,23 @@ def _add_options(sub: argparse.ArgumentParser, name: str) -> None:
     if name in _OWN_OPTIONS:
         _OWN_OPTIONS[name](sub)
         return
+    if name == "doctor":
+        doctor.add_options(sub)
+    if name in _REBASING:
+        _REBASING[name](sub)
+        add(
+            "--checkout",
+            action="append",
+            type=_pair,
+            default=[],
+            metavar="TARGET=DIR",
+            help="for commits: a git checkout",
+        )
+        add("--frozen", action="store_true", help="no network: releases from the cache alone")
+        if name == "rebase":
+            add("--accept-drift", action="append", default=[], metavar="PATCH", help="this patch's drift was read")
+            add("--dry-run", action="store_true", help="say what would be written")
+        return
     add("--checkout", action="append", type=_pair, default=[], metavar="TARGET=DIR", help="a git checkout")
     add("--sdist", action="append", type=_pair, default=[], metavar="TARGET=FILE", help="an sdist already here")
     if name != "pins" and name != "export":
@@ -91,6 +119,9 @@ def _add_options(sub: argparse.ArgumentParser, name: str) -> None:
         add("--without", action="append", default=[], help="all but this patch (repeatable)")
         add("--accept-drift", action="append", default=[], metavar="PATCH", help="go on with this patch's drift")
         add("--frozen", action="store_true", help="the pin's lock must match; no network")
+    if name == "verify":
+        add("--frozen", action="store_true", help="what is applied must be what the pin's lock holds; no network")
+        add("--image", default=None, metavar="REF", help="a local image instead: its labels, and its files inside")
     if name == "export":
         add("--output", type=Path, default=None, help="folder to write (default: BUILD/PIN/export)")
     if name == "pins":
@@ -125,7 +156,7 @@ def _options(args: argparse.Namespace) -> Options:
     checkouts, sdists = get("checkout") or [], get("sdist") or []
     if installed and checkouts:
         raise NeaptideError("--installed with --checkout", wanted="one of the two", todo="Run the command twice.")
-    if get("python") and not installed and args.command not in _OWN_OPTIONS:
+    if get("python") and not installed and args.command not in (*_OWN_OPTIONS, "doctor"):
         raise NeaptideError("--python without --installed", wanted="both", todo="Add --installed.")
     return Options(
         root=root,
@@ -153,12 +184,17 @@ def _run(args: argparse.Namespace, progress: Progress) -> commands.Result:
     if args.command == "bench":
         options = bench.options_for(args, options)
         return bench.run(args, options, Session(options, progress))
+    if args.command == "rebase":
+        return rebase.run(args, options, progress)
+    if args.command == "check":
+        return check.run(args, options, progress)
     session = Session(options, progress)
     output = args.output.resolve() if args.command == "export" and args.output else None
     run: dict[str, Callable[[], commands.Result]] = {
         "apply": lambda: commands.apply(session),
         "status": lambda: commands.status(session),
-        "verify": lambda: commands.verify_places(session),
+        "doctor": lambda: doctor.run(session, options, trees=args.trees),
+        "verify": lambda: image.verify(session, args.image),
         "revert": lambda: commands.revert(session),
         "export": lambda: commands.export(session, output),
         "pins": lambda: pinning.lock_pin(session) if args.lock else pinning.pins(session),
