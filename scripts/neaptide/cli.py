@@ -24,6 +24,7 @@ from neaptide.plans import command as plans
 from neaptide.rebase import check
 from neaptide.rebase import command as rebase
 from neaptide.session import Options, Session
+from neaptide.simulate import command as simulate
 from neaptide.slabs import command as slabs
 
 _COMMANDS = {
@@ -38,6 +39,7 @@ _COMMANDS = {
     "pins": "list the pins, or record a pin's lock",
     "slabs": "bytes of PCIe channels at each pin, by the code that allocates them, upstream's own against patched",
     "plans": "bytes of the sparse indexer's plans at each pin, by the planner itself, upstream's own against patched",
+    "simulate": "PyTorch's caching allocator on a recorded trace or a prefill ladder, without a device",
     "bench": "measure the real engine, upstream's own against patched",
 }
 
@@ -45,6 +47,7 @@ _OWN_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "bench": bench.add_options,
     "slabs": both_trees.add_options,
     "plans": both_trees.add_options,
+    "simulate": simulate.add_options,
 }
 
 _REBASING: dict[str, Callable[[argparse.ArgumentParser], None]] = {
@@ -181,6 +184,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> commands.Result:
         return slabs.run(options, progress)
     if args.command == "plans":
         return plans.run(options, progress)
+    if args.command == "simulate":
+        return simulate.run(simulate.request_of(args, options.root), progress)
     if args.command == "bench":
         options = bench.options_for(args, options)
         return bench.run(args, options, Session(options, progress))

@@ -570,7 +570,7 @@ def test_a_series_that_does_not_go_on_is_reported(tmp_path: Path, code: int) -> 
     ended, report, output = check_with(tmp_path, code)
     assert (ended, output) == (0, "issue=true\n")
     assert report.count("report of vllm==newest") == 2
-    assert f"## vllm at pin `r12` (exit code {code})" in report
+    assert f"## vllm at pin r12 (exit code {code})" in report
     assert "b12x" not in report
     assert len(list((tmp_path / "reports").glob("*.json"))) == 4
 

@@ -1,0 +1,141 @@
+"""The ``simulate`` command: what a trace or a prefill ladder makes PyTorch's allocator reserve, without a device."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neaptide.bench.results import headed_table, plot_bytes
+from neaptide.errors import ExitCode, NeaptideError
+from neaptide.output import Progress
+from neaptide.simulate import view
+from neaptide.simulate.ladders import POLICIES, ladder_trace, overlay_sizes, parse_ladder
+from neaptide.simulate.replay import Run, run_trace
+from neaptide.simulate.settings import MIB, parse_settings
+from neaptide.simulate.snapshots import read_snapshot
+from neaptide.simulate.traces import TOTAL_BYTES, Trace, read_trace
+from neaptide.simulate.viewer import write_snapshot
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is simulated, and what is written of it.
+
+    Attributes:
+        source: a trace (``.json``, ``.json.xz``), a pickle of PyTorch's snapshot, or a ladder ``CHUNK:TOTAL``.
+        root: the repository, whose overlay decides the sizes of ladders.
+        settings: a value of ``PYTORCH_ALLOC_CONF``; None for those of the trace, or the default ones.
+        limit_bytes: most that may be reserved; None for no limit.
+        policies: of a ladder; all of them by default.
+    """
+
+    source: str
+    root: Path
+    settings: str | None = None
+    limit_bytes: int | None = None
+    total_bytes: int = TOTAL_BYTES
+    policies: tuple[str, ...] = POLICIES
+    columns: int | None = None
+    layers: int = 2
+    heads: int = 32
+    budget_bytes: int = 512 * MIB
+    sm100: bool = False
+    device: int | None = None
+    plot: Path | None = None
+    snapshot: Path | None = None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", metavar="TRACE|LADDER", help="a trace, a pickle of torch.cuda.memory._snapshot(), or CHUNK:TOTAL")
+    add("--settings", default=None, help="PYTORCH_ALLOC_CONF to run under (default: the trace's, else PyTorch's)")
+    add("--limit-bytes", type=int, default=None, help="most that may be reserved")
+    add("--total-bytes", type=int, default=TOTAL_BYTES, help="snapshot: memory of the device (default: 80 GiB)")
+    add("--policy", action="append", default=[], choices=POLICIES, help="ladder: only this one (repeatable)")
+    add("--columns", type=int, default=None, help="ladder: max_model_len (default: its end)")
+    add("--layers", type=int, default=2, help="ladder: layers with an indexer (default: 2)")
+    add("--heads", type=int, default=32, help="ladder: index heads (default: 32)")
+    add("--budget-mib", type=int, default=512, help="ladder: VLLM_SPARSE_INDEXER_MAX_LOGITS_MB (default: 512)")
+    add("--sm100", action="store_true", help="ladder: BF16 logits and an FP32 copy")
+    add("--device", type=int, default=None, help="snapshot: the device (default: the first with a history)")
+    add("--plot", type=Path, default=None, metavar="FILE", help="reserved and allocated bytes, as SVG or PNG")
+    add("--snapshot", type=Path, default=None, metavar="FILE", help="a pickle for PyTorch's memory viewer")
+
+
+def request_of(args: argparse.Namespace, root: Path) -> Request:
+    """The request of a command line that :func:`add_options` described."""
+    return Request(
+        source=args.source, root=root, settings=args.settings, limit_bytes=args.limit_bytes,
+        total_bytes=args.total_bytes, policies=tuple(args.policy) or POLICIES, columns=args.columns,
+        layers=args.layers, heads=args.heads, budget_bytes=args.budget_mib * MIB, sm100=args.sm100,
+        device=args.device, plot=args.plot, snapshot=args.snapshot,
+    )  # fmt: skip
+
+
+def run(request: Request, progress: Progress) -> tuple[ExitCode, dict[str, Any]]:
+    """Runs what was asked for, shows and writes it.
+
+    Returns:
+        ``FINDINGS`` if a limit was given and an operation ran out of it; the rows, one a run.
+
+    Raises:
+        NeaptideError: a source, setting or number that cannot be simulated.
+    """
+    _check(request)
+    runs = [
+        (run_trace(trace, request.settings, request.limit_bytes, history=request.snapshot is not None), first)
+        for trace, first in _traces(request)
+    ]
+    rows = [view.summary(run, first, request.limit_bytes) for run, first in runs]
+    headed_table("simulation", view.COLUMNS, [view.table_row(row) for row in rows], progress)
+    headed_table("growth", view.GROWTH_COLUMNS, [line for row in rows for line in view.growth_rows(row)], progress)
+    for row in rows:
+        for note in view.notes(row):
+            progress.note(note)
+    _write(request, [run for run, _ in runs])
+    out_of_limit = request.limit_bytes is not None and any(row["failed"] for row in rows)
+    return ExitCode.FINDINGS if out_of_limit else ExitCode.DONE, {"source": request.source, "rows": rows}
+
+
+def _check(request: Request) -> None:
+    parse_settings(request.settings or "")
+    numbers = ("layers", "heads", "budget_bytes", "total_bytes")
+    low = [name for name in numbers if getattr(request, name) <= 0]
+    if request.limit_bytes is not None and request.limit_bytes < 0:
+        low.append("limit_bytes")
+    if low:
+        raise NeaptideError(f"{low[0]} is {getattr(request, low[0])}", wanted="a positive number", todo="Give another.")
+
+
+def _traces(request: Request) -> list[tuple[Trace, int]]:
+    """Traces, and the operations of the first chunk; 0 for a trace that is no ladder."""
+    ladder = parse_ladder(
+        request.source, request.columns, layers=request.layers, heads=request.heads,
+        budget_bytes=request.budget_bytes, sm100=request.sm100,
+    )  # fmt: skip
+    if ladder is not None:
+        sizes = overlay_sizes(request.root / "overlay")
+        if request.snapshot is not None and len(request.policies) > 1:
+            raise NeaptideError(
+                f"{len(request.policies)} policies", wanted="one run in a snapshot", todo="Choose one with --policy.",
+                where="--snapshot",
+            )  # fmt: skip
+        return [ladder_trace(ladder, policy, sizes) for policy in request.policies]
+    path = Path(request.source)
+    if not path.is_file():
+        raise NeaptideError(
+            "no such file, and no ladder", wanted="a trace, a pickle of a snapshot, or CHUNK:TOTAL",
+            todo="For example: neaptide simulate 8192:98304.", where=request.source,
+        )  # fmt: skip
+    if path.suffix in (".json", ".xz"):
+        return [(read_trace(path), 0)]
+    return [(read_snapshot(path, request.device, request.total_bytes), 0)]
+
+
+def _write(request: Request, runs: list[Run]) -> None:
+    if request.plot is not None:
+        plot_bytes(view.panels(runs), "operation", "GiB", request.plot)
+    if request.snapshot is not None:
+        write_snapshot(runs[0], request.snapshot)
