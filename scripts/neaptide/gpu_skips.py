@@ -70,6 +70,8 @@ KINDS = (
     _kind(r"(torch and )?vLLM (is|are) not installed beside this Python", lambda _, h: h.has_modules("torch", "vllm")),
     _kind(r"not installed beside this Python: (?P<names>.+)", lambda m, h: h.has_modules(*_names(m["names"]))),
     _kind(r"torch sees no CUDA device", lambda _, h: h.devices > 0),
+    # A runner's cards are its own: who holds their memory is to be found.
+    _kind(r"\S+ GiB are free on the device, the workloads want \S+", lambda _, h: h.devices > 0),
     _kind(
         r"(?P<wanted>two|\d+) CUDA devices are needed, and torch sees \d+",
         lambda m, h: h.devices >= (_NUMBERS.get(m["wanted"]) or int(m["wanted"])),
