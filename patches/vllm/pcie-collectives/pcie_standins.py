@@ -1,7 +1,8 @@
 """A b12x without a device: pools, a ring and a preparation session that keep b12x's rules and write down their calls.
 
 The rules that matter to a caller: ids of captures are unique and a plan belongs to one channel; a plan of a oneshot
-has the shape, strides and dtype of the input it was made for; plans are not made while a stream is captured.
+has the shape, strides and dtype of the input it was made for; plans are not made while a stream is captured. A fused
+call has at most 36 rows of whole packs, and operands of one dtype.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 ONESHOT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FUSED = "OneshotAllReducePool.all_reduce_fused_add_rms_norm"
 
 
 class Machine:
@@ -59,6 +61,11 @@ class Plan:
     def bind_input(self, tensor: torch.Tensor) -> None:
         assert layout(tensor) == layout(self.query["call"]["inp"])
         self.bound = True
+
+
+def assert_strides_of_its_shape(tensor: torch.Tensor) -> None:
+    """b12x compares every stride, also that of a dimension of one, which torch leaves open."""
+    assert tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -125,15 +132,34 @@ class Pool:
         self.machine.calls.append((name, {"plan": plan, "channel_id": channel_id, **call}))
 
     def all_reduce(self, inp: torch.Tensor, *, plan: Plan, out: torch.Tensor, channel_id: str) -> torch.Tensor:
+        assert_strides_of_its_shape(inp)
         self._used("oneshot", plan, channel_id, inp=inp)
         assert plan.bound
         if layout(inp) != layout(plan.query["call"]["inp"]):
             raise ValueError("oneshot input metadata differs from the prepared plan")
         return out.copy_(inp * 2)
 
+    def all_reduce_fused_add_rms_norm(
+        self, inp: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, *, plan: Plan,
+        out: torch.Tensor, residual_out: torch.Tensor, channel_id: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self._used("fused", plan, channel_id, weight=weight, epsilon=epsilon)
+        assert plan.bound
+        assert plan.query["surface"] == FUSED
+        assert layout(inp) == layout(plan.query["call"]["inp"])
+        assert all(layout(made)[::2] == layout(inp)[::2] for made in (residual, out, residual_out))
+        assert (tuple(weight.shape), weight.dtype) == ((inp.shape[-1],), inp.dtype)
+        assert all(operand.is_contiguous() for operand in (residual, weight))
+        assert len({made.data_ptr() for made in (inp, residual, out, residual_out)}) == 4
+        total = inp.float() * 2 + residual.float()
+        residual_out.copy_(total)
+        out.copy_(total * torch.rsqrt(total.square().mean(-1, keepdim=True) + epsilon) * weight.float())
+        return out, residual_out
+
     def all_gather_heads(
         self, local_input: torch.Tensor, out: torch.Tensor, *, plan: Plan, channel_id: str
     ) -> torch.Tensor:
+        assert_strides_of_its_shape(local_input)
         self._used("gather", plan, channel_id, shape=tuple(local_input.shape))
         return out.view(torch.uint8).copy_(torch.cat([local_input] * 2, dim=1).view(torch.uint8)).view(out.dtype)
 
@@ -141,13 +167,22 @@ class Pool:
         self, partial_output: torch.Tensor, partial_lse: torch.Tensor, out: torch.Tensor, *, plan: Plan,
         is_lse_base_on_e: bool, channel_id: str,
     ) -> torch.Tensor:  # fmt: skip
-        assert partial_lse.is_contiguous()
+        assert_strides_of_its_shape(partial_output)
+        assert_strides_of_its_shape(partial_lse)
         lse = partial_lse.clone()
         self._used(
             "reduce", plan, channel_id, natural=is_lse_base_on_e, lse=lse, shape=tuple(partial_output.shape),
             output=partial_output,
         )  # fmt: skip
         return out.copy_(partial_output[:, : out.shape[1]])
+
+
+def query_from_runtime(runtime: Any, *, surface: str, call: dict[str, Any]) -> dict[str, Any]:
+    if surface == FUSED:
+        inp = call["inp"]
+        assert inp.shape[-1] * inp.element_size() % 16 == 0
+        assert inp.numel() // inp.shape[-1] <= 36
+    return {"surface": surface, "call": dict(call)}
 
 
 class Ring:
@@ -188,7 +223,7 @@ def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"OneshotAllReducePool": Pool, "DcpAllToAllPool": Pool, "DmaAllReduce": Ring}
     vars(pcie).update({name: type(name, (kind,), {"machine": machine}) for name, kind in kinds.items()})
     vars(pcie).update(
-        query_from_runtime=lambda runtime, *, surface, call: {"surface": surface, "call": dict(call)},
+        query_from_runtime=query_from_runtime,
         plan=lambda query, *, runtime: Plan(query, runtime),
         slab_sizes=sizes,
     )

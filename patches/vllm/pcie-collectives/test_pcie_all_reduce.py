@@ -59,6 +59,15 @@ def test_a_layout_that_b12x_does_not_take(rows: int, reduce: PcieAllReduce) -> N
     assert reduce.all_reduce(torch.ones(rows, 32)[:, ::2]) is None
 
 
+def test_one_row_of_a_wider_tensor(reduce: PcieAllReduce, machine: Machine) -> None:
+    wide = torch.rand(1, 64, dtype=torch.bfloat16)
+    assert wide[:, :32].stride(0) == 64
+    before = len(machine.plans)
+    assert reduce.all_reduce(wide[:, :32]) is not None
+    assert reduce.all_reduce(wide[:, :32].clone()) is not None
+    assert len(machine.plans) == before + 1, "one kind of call"
+
+
 def test_a_first_call_on_another_stream_is_nccls(reduce: PcieAllReduce, machine: Machine) -> None:
     """Plans are bound to the stream that they were made on."""
     with machine.on_stream(2):

@@ -109,6 +109,18 @@ def test_outputs_are_reduced(
     assert otherwise.calls == []
 
 
+def test_one_row_of_a_wider_tensor(exchange: PcieExchange, machine: Machine) -> None:
+    """Of a backend with padded heads. It counts as contiguous, with the stride of the wider rows."""
+    wide, lse = torch.rand(1, 2 * HEADS, DIM).to(BF16), torch.rand(1, 2 * HEADS)
+    output = wide[:, :HEADS]
+    assert output.is_contiguous()
+    assert output.stride(0) == 2 * HEADS * DIM
+    assert exchange.reduced(output, lse[:, :HEADS], natural=True) is not None
+    assert torch.equal(machine.named("reduce")[0]["output"], output)
+    asked = torch.rand(1, HEADS, QUERY).to(BF16)[:, : HEADS // 2]
+    assert exchange.gathered(asked) is not None
+
+
 def test_an_lse_of_other_strides_is_packed(exchange: PcieExchange, machine: Machine) -> None:
     lse = torch.rand(HEADS, 2).t()
     assert exchange.reduced(partial()[0], lse, natural=True) is not None

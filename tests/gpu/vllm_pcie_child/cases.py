@@ -12,6 +12,7 @@ from rig import HIDDEN
 
 SIZES = tuple(1 << shift for shift in range(10, 27))
 HEADS, HEAD_DIM, QUERY_DIM, ROWS = 48, 512, 576, 64
+FUSED_ROWS = (1, 4, 10, 64)
 REPLAYS = 10000
 
 
@@ -21,6 +22,8 @@ def made(rig: Any) -> None:
     rig.row(serves=rig.pcie is not None, held_bytes=held, groups_took_bytes=rig.made_bytes)
     if rig.pcie is None:
         raise RuntimeError("PCIe collectives are off; the log says why")
+    # As for an engine with the fusing pass; after the first capture none is made.
+    rig.pcie.prepare_rows(HIDDEN, torch.bfloat16, fused=True)
 
 
 def _payload(rig: Any, nbytes: int, seed: int) -> torch.Tensor:
@@ -50,6 +53,46 @@ def sums(rig: Any) -> None:
         took = rig.pcie.calls[route] - before == 3
         rig.row(nbytes=nbytes, route=route, took_it=took, max_abs_errors=errors, ranks_alike=alike,
                 failed=not max(errors) <= rig.world * 2.0**-5 or not all(alike) or not took)  # fmt: skip
+
+
+def _gathered(rig: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's, by rank."""
+    everyones = [torch.empty_like(tensor) for _ in range(rig.world)]
+    torch.distributed.all_gather(everyones, tensor, group=rig.group.device_group)
+    return everyones
+
+
+def fused(rig: Any) -> None:
+    """Sum, residual and RMSNorm by the operation of compiled graphs, against fp64; 64 rows are vLLM's own steps."""
+    from vllm.compilation.passes.fusion import pcie_rms_fusion
+
+    epsilon = pcie_rms_fusion.EPSILONS[0]
+    weight = 1 + 0.1 * _gathered(rig, rig.normal(500, (HIDDEN,)))[0]
+    for rows in FUSED_ROWS:
+        tensor = rig.normal(300 + rows, (rows, HIDDEN))
+        residual = _gathered(rig, rig.normal(400 + rows, (rows, HIDDEN)))[0]
+        total = torch.stack(_gathered(rig, tensor)).double().sum(dim=0) + residual.double()
+        normed = total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + epsilon) * weight.double()
+        operation = partial(
+            torch.ops.vllm.neaptide_all_reduce_add_rms_norm, tensor, residual, weight, epsilon, rig.group.unique_name
+        )
+        before = rig.pcie.calls["fused"]
+        found = [operation()]
+        graph, replayed = rig.captured(operation)
+        for value in replayed:
+            value.zero_()
+        for _ in range(3):  # sums in between, on the same channel
+            rig.group.all_reduce(tensor)
+            graph.replay()
+        torch.cuda.synchronize()
+        found.append(replayed)
+        errors = [_error(value, wanted) for pair in found for value, wanted in zip(pair, (normed, total), strict=True)]
+        alike = [rig.alike(value) for pair in found for value in pair]
+        over = rig.pcie.limits.route(tensor.nbytes) == "oneshot"
+        # Eager, warm-up, capture.
+        took = rig.pcie.calls["fused"] - before == (3 if over else 0)
+        rig.row(rows=rows, over_pcie=over, took_it=took, max_abs_errors=errors, ranks_alike=alike,
+                failed=not max(errors) <= 0.06 or not all(alike) or not took)  # fmt: skip
 
 
 def times(rig: Any) -> None:
@@ -93,10 +136,7 @@ def _nccl_combine(
 
 def _merged(rig: Any, output: torch.Tensor, lse: torch.Tensor, natural: bool) -> torch.Tensor:
     """This rank's heads of all ranks' outputs by LSE in fp64, from nothing of vLLM or b12x."""
-    outputs = [torch.empty_like(output) for _ in range(rig.world)]
-    lses = [torch.empty_like(lse) for _ in range(rig.world)]
-    torch.distributed.all_gather(outputs, output, group=rig.group.device_group)
-    torch.distributed.all_gather(lses, lse, group=rig.group.device_group)
+    outputs, lses = _gathered(rig, output), _gathered(rig, lse)
     scale = 1.0 if natural else math.log(2)
     weights = torch.softmax(torch.stack(lses).double() * scale, dim=0).nan_to_num(0.0)
     whole = (torch.stack(outputs).double() * weights.unsqueeze(-1)).sum(dim=0)
@@ -214,6 +254,6 @@ def profiling(rig: Any) -> None:
 
 
 CASES = {
-    "made": made, "sums": sums, "exchange": exchange, "profiling": profiling, "interleaved": interleaved,
-    "times": times,
+    "made": made, "sums": sums, "fused": fused, "exchange": exchange, "profiling": profiling,
+    "interleaved": interleaved, "times": times,
 }  # fmt: skip

@@ -30,6 +30,14 @@ REPLAY_GROUP = "model"
 _requests = itertools.count()
 
 
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements one behind the other, with the strides that say so; copied only where they are not.
+
+    Torch takes a tensor of one row as contiguous whatever the stride of its rows; b12x compares every stride.
+    """
+    return tensor.contiguous().view(-1).view(tensor.shape)
+
+
 @lru_cache(maxsize=1)
 def _session(device: torch.device) -> Any:
     """One for all plans of a process: when a session has prepared, it drops kernels that none of its plans has."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import vllm.envs as envs
 from torch.distributed import ProcessGroup
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import CompilationMode, get_current_vllm_config_or_none
 from vllm.distributed.device_communicators.pcie_all_reduce import PcieAllReduce
 from vllm.distributed.device_communicators.pcie_choice import (
     AUTO,
@@ -171,6 +171,9 @@ def attach_pcie_all_reduce(communicator: Any) -> None:
     communicator.pcie_ar_comm = made_together(
         name, group, device, lambda: _all_reduce(group, device, allowed), f"all-reduce by {allowed}", wrong
     )
+    config = get_current_vllm_config_or_none()
+    if communicator.pcie_ar_comm is not None and _fuses_rms_norms(config):
+        _set_apart(config)
 
 
 def _all_reduce(group: ProcessGroup, device: torch.device, allowed: Limits) -> PcieAllReduce:
@@ -178,8 +181,28 @@ def _all_reduce(group: ProcessGroup, device: torch.device, allowed: Limits) -> P
     made = PcieAllReduce(group, device, allowed)
     config = get_current_vllm_config_or_none()
     if config is not None and config.model_config is not None:
-        made.prepare_rows(config.model_config.get_hidden_size(), config.model_config.dtype)
+        model = config.model_config
+        made.prepare_rows(model.get_hidden_size(), model.dtype, fused=_fuses_rms_norms(config))
     return made
+
+
+def _fuses_rms_norms(config: Any) -> bool:
+    """Whether graphs are compiled with the pass that fuses all-reduces and RMSNorms."""
+    return (
+        config is not None
+        and config.compilation_config.mode == CompilationMode.VLLM_COMPILE
+        and bool(config.compilation_config.pass_config.fuse_allreduce_rms)
+    )
+
+
+def _set_apart(config: Any) -> None:
+    """Keep vLLM's caches of compiled graphs apart from those of engines that fuse otherwise.
+
+    Their keys have no switch of ours. Of a rank that finds an old graph and one that compiles a new one, only one would
+    make the fused call, and both would wait.
+    """
+    if isinstance(config.additional_config, dict):
+        config.additional_config["neaptide_pcie_fused"] = True
 
 
 def _on_cuda(device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from vllm.distributed.device_communicators.pcie_channels import EAGER, PooledChannel
+from vllm.distributed.device_communicators.pcie_channels import EAGER, PooledChannel, packed
 
 _GATHER = "DcpAllToAllPool.all_gather_heads"
 _REDUCE = "DcpAllToAllPool.lse_reduce_scatter"
@@ -59,7 +59,7 @@ class PcieExchange:
         ):  # fmt: skip
             return None
         out = query.new_empty((query.shape[0], self.heads, self.query_head_dim))
-        return self._called("all_gather_heads", _GATHER, {"local_input": query, "out": out}, query.dtype)
+        return self._called("all_gather_heads", _GATHER, {"local_input": packed(query), "out": out}, query.dtype)
 
     def reduced(self, output: torch.Tensor, lse: torch.Tensor, *, natural: bool) -> torch.Tensor | None:
         """This rank's heads of the outputs [rows, heads, head_dim] of all ranks, weighted by their LSE [rows, heads].
@@ -75,8 +75,8 @@ class PcieExchange:
         out = output.new_empty((output.shape[0], self.heads // self.world_size, self.head_dim))
         # Of a backend with padded heads it is a part of a wider tensor.
         call = {
-            "partial_output": output.contiguous(),
-            "partial_lse": lse.contiguous(),
+            "partial_output": packed(output),
+            "partial_lse": packed(lse),
             "out": out,
             "is_lse_base_on_e": natural,
         }

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 KIB, MIB = 1 << 10, 1 << 20
 UPSTREAM, ONESHOT, RING = "upstream", "oneshot", "ring"
+# Of oneshot sizes: with the residual add and the RMSNorm behind the sum.
+FUSED = "fused"
 
 
 @dataclass(frozen=True)
