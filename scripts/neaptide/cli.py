@@ -19,6 +19,8 @@ from neaptide.bench import command as bench
 from neaptide.doctor import command as doctor
 from neaptide.errors import NeaptideError
 from neaptide.git import GitError
+from neaptide.ledger import command as ledger
+from neaptide.ledger import template as profile_init
 from neaptide.output import Progress, print_json
 from neaptide.plans import command as plans
 from neaptide.rebase import check
@@ -40,6 +42,8 @@ _COMMANDS = {
     "slabs": "bytes of PCIe channels at each pin, by the code that allocates them, upstream's own against patched",
     "plans": "bytes of the sparse indexer's plans at each pin, by the planner itself, upstream's own against patched",
     "simulate": "PyTorch's caching allocator on a recorded trace or a prefill ladder, without a device",
+    "ledger": "every region of one rank of a deployment, by the code that allocates it, upstream's own against patched",
+    "profile": "write a profile for the ledger",
     "bench": "measure the real engine, upstream's own against patched",
 }
 
@@ -47,6 +51,8 @@ _OWN_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "bench": bench.add_options,
     "slabs": both_trees.add_options,
     "plans": both_trees.add_options,
+    "ledger": ledger.add_options,
+    "profile": profile_init.add_options,
     "simulate": simulate.add_options,
 }
 
@@ -184,6 +190,10 @@ def _run(args: argparse.Namespace, progress: Progress) -> commands.Result:
         return slabs.run(options, progress)
     if args.command == "plans":
         return plans.run(options, progress)
+    if args.command == "ledger":
+        return ledger.run(args, options, progress)
+    if args.command == "profile":
+        return profile_init.run(args, progress)
     if args.command == "simulate":
         return simulate.run(simulate.request_of(args, options.root), progress)
     if args.command == "bench":

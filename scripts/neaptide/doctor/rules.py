@@ -152,6 +152,7 @@ RULES: dict[str, Rule] = {
     "b12x/channel-pool": _POOLS,
     "b12x/exact-slabs": _POOLS,
     "b12x/dma-wire-slots": Rule((compressed_ring,), caller="vllm/pcie-collectives"),
+    "b12x/oneshot-rank-order": _POOLS,
     "b12x/indexer-regions": Rule(),
     "b12x/indexer-plan-budget": Rule(),
     "b12x/indexer-direct-outputs": Rule(),
