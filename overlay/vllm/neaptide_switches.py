@@ -39,6 +39,8 @@ PCIE_RING_KB = "VLLM_NEAPTIDE_PCIE_RING_KB"
 PCIE_RING_MB = "VLLM_NEAPTIDE_PCIE_RING_MB"
 PCIE_DCP_ROWS = "VLLM_NEAPTIDE_PCIE_DCP_ROWS"
 
+LEDGER_FILE = "VLLM_NEAPTIDE_LEDGER_FILE"
+
 TRANSIENT = "transient"
 ERROR = "error"
 WORKSPACE_OVERFLOWS = (TRANSIENT, ERROR)
@@ -152,7 +154,7 @@ def pcie_collectives(environment: Mapping[str, str] = os.environ) -> str:
     """Whether b12x's PCIe collectives serve tensor and decode context parallelism: ``0`` (default), ``auto`` or ``1``.
 
     ``auto``: on more than two GPUs without NVLink. Where something that they need is missing, vLLM's own serve in any
-    case. Off by default until a whole engine has been seen to run with them.
+    case. Off by default until they have been seen to run on the cards that ``auto`` is for.
 
     Raises:
         ValueError: another value.
@@ -190,6 +192,19 @@ def pcie_dcp_rows(environment: Mapping[str, str] = os.environ) -> int:
     return 64 if found is None else found
 
 
+def ledger_file(environment: Mapping[str, str] = os.environ) -> str:
+    """Where each worker writes its memory ledger, as ``FILE.rankN.json``; empty (default): nowhere.
+
+    Raises:
+        ValueError: a folder that is not there.
+    """
+    value = environment.get(LEDGER_FILE, "")
+    folder = os.path.dirname(value) or "."
+    if value and not os.path.isdir(folder):
+        raise ValueError(f"{LEDGER_FILE} is {value!r}, wanted a file in a folder that exists; make {folder}.")
+    return value
+
+
 VARIABLES: dict[str, Callable[[], Any]] = {
     INDEXER_LOGITS_POLICY: indexer_logits_policy,
     FIXED_LOGITS_WIDTH: fixed_logits_width,
@@ -203,6 +218,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     PCIE_RING_KB: pcie_ring_kb,
     PCIE_RING_MB: pcie_ring_mb,
     PCIE_DCP_ROWS: pcie_dcp_rows,
+    LEDGER_FILE: ledger_file,
 }
 NAMES = frozenset(VARIABLES)
 # Upstream's, which lets a rank leave the profile early.

@@ -30,6 +30,10 @@ VLLM = {
     "v1/worker/test_gpu_model_runner_v2_cudagraph_profiling.py": 15,
     "v1/worker/test_gpu_model_runner_v2_eplb.py": 5,
     "v1/worker/test_gpu_target_dependent_ar_speculator.py": 29,
+    "distributed/test_flashinfer_pcie_ipc_all_reduce.py": 8,
+    "distributed/test_dcp_a2a.py": 14,
+    "distributed/test_dcp_direct_a2a_lse_reduce.py": 18,
+    "v1/attention/test_dcp_a2a_pack_mask.py": 1,
     "test_envs.py": 60,
     "config/test_config_utils.py": 28,
 }

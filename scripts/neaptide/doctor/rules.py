@@ -167,4 +167,5 @@ RULES: dict[str, Rule] = {
     "vllm/mla-profile-transients": _ON_CUDA,
     "vllm/mla-split-budget": Rule((split_bound, flash_attention_3, cuda)),
     "vllm/pcie-collectives": Rule((pcie,)),
+    "vllm/live-ledger": _ON_CUDA,
 }
