@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIN_REQUIREMENTS := build/current/vllm/requirements/common.txt
 
-.PHONY: apply test lint format locks clean
+.PHONY: apply test lint format locks bump clean
 
 apply: .venv/ready
 	$(BIN)/neaptide apply
@@ -29,6 +29,10 @@ format: .venv/ready-lint
 locks: .venv/ready
 	$(BIN)/neaptide pins --lock current
 	$(BIN)/neaptide pins --lock r12
+
+# The series on thirteen releases, against git and GNU patch; writes the table of docs/rebase.md.
+bump: .venv/ready
+	$(BIN)/python tests/bench/bump
 
 clean:
 	rm -rf build .venv

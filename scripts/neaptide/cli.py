@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from neaptide import __version__, both_trees, commands, image, pinning
+from neaptide import __version__, both_trees, commands, image, pinning, reproduce
 from neaptide.bench import command as bench
 from neaptide.doctor import command as doctor
 from neaptide.errors import NeaptideError
@@ -44,6 +44,7 @@ _COMMANDS = {
     "simulate": "PyTorch's caching allocator on a recorded trace or a prefill ladder, without a device",
     "ledger": "every region of one rank of a deployment, by the code that allocates it, upstream's own against patched",
     "profile": "write a profile for the ledger",
+    "reproduce": "run the verification of a finding, or say which hardware it needs",
     "bench": "measure the real engine, upstream's own against patched",
 }
 
@@ -54,6 +55,7 @@ _OWN_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "ledger": ledger.add_options,
     "profile": profile_init.add_options,
     "simulate": simulate.add_options,
+    "reproduce": reproduce.add_options,
 }
 
 _REBASING: dict[str, Callable[[argparse.ArgumentParser], None]] = {
@@ -194,6 +196,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> commands.Result:
         return ledger.run(args, options, progress)
     if args.command == "profile":
         return profile_init.run(args, progress)
+    if args.command == "reproduce":
+        return reproduce.run(args.finding, options.root, options.python, progress)
     if args.command == "simulate":
         return simulate.run(simulate.request_of(args, options.root), progress)
     if args.command == "bench":

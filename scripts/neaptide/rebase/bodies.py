@@ -19,7 +19,7 @@ def definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]
             name = f"{prefix}{child.name}"
             yield name, child
             yield from definitions(child, f"{name}.")
-        else:
+        elif not isinstance(child, ast.expr):
             yield from definitions(child, prefix)
 
 

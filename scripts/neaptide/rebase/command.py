@@ -17,7 +17,7 @@ from neaptide.output import Progress
 from neaptide.pins import DEFAULT_PIN, TargetPin, load_pin
 from neaptide.places import Accepted, accepted_in
 from neaptide.rebase import describe, releases, state
-from neaptide.rebase.newpin import Written, write_pin
+from neaptide.rebase.newpin import Written, check_new_name, write_pin
 from neaptide.rebase.planning import Library, Planned, plan_on
 from neaptide.rebase.rangediff import range_diff
 from neaptide.rebase.releases import Asked
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace, options: Options, progress: Progress) -> Resul
     asked = releases.parse(args.release)
     if args.new_pin is not None and not args.accept:
         raise NeaptideError("--as without --accept", wanted="both", todo="Add --accept.", where="--as")
+    if args.new_pin is not None:
+        check_new_name(options.root, args.new_pin)
     pin = options.pin or DEFAULT_PIN
     artefact = artefact_of(asked, options, pin)
     library = Library(options.root, options.checkouts, progress, frozen=options.frozen)

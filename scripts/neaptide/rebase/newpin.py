@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from neaptide import pinning
 from neaptide.disk import write_bytes
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.output import Progress
-from neaptide.pins import Pin, load_pin, lock_path, pin_folder, pin_names
+from neaptide.pins import Pin, encode_lock, load_lock, load_pin, lock_path, pin_folder, pin_names
 from neaptide.rebase.planning import Planned
 from neaptide.session import Options, Session
 
@@ -48,19 +49,21 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
+def check_new_name(root: Path, name: str) -> None:
+    """Refuse a name that is taken, or that is no name of a pin."""
+    if not _NAME.match(name) or name in pin_names(root):
+        raise NeaptideError(f"the name {name!r}", wanted="a new lower-case name", todo="Choose another.", where="--as")
+
+
 def write_pin(options: Options, planned: Planned, new_name: str | None, progress: Progress) -> Written:
-    """Put the artefact in the pin (or in a copy named ``new_name``) and lock every target that can be fetched.
+    """Put the artefact in the pin, or in a copy named ``new_name``, and lock it; other targets keep their locks.
 
     Raises:
-        NeaptideError: a name that is taken or no name of a pin; what planning on the whole tree finds.
+        NeaptideError: what planning on the whole tree finds.
     """
     assert options.pin is not None
     target, old = planned.plan.subject.target, load_pin(options.root, options.pin)
     name = new_name or options.pin
-    if new_name is not None and (not _NAME.match(new_name) or new_name in pin_names(options.root)):
-        raise NeaptideError(
-            f"the name {new_name!r}", wanted="a new lower-case name", todo="Choose another.", where="--as"
-        )
     pin = Pin(
         name=name, description=old.description, date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         targets={**old.targets, target: planned.artefact},
@@ -71,9 +74,12 @@ def write_pin(options: Options, planned: Planned, new_name: str | None, progress
         progress.note(f"would write {' and '.join(files)}")
         return Written(name, [], ExitCode.DONE)
     before = {file: file.read_bytes() if file.is_file() else None for file in (path, lock)}
+    others = {t: entry for t, entry in load_lock(options.root, options.pin).items() if t != target}
     write_bytes(path, encode_pin(pin))
     try:
-        code = _locked(options, name, target if new_name is None else None, progress)
+        if new_name is not None:
+            write_bytes(lock, encode_lock(name, others))
+        code = _locked(options, name, planned, progress)
     except BaseException:
         _put_back(before)
         raise
@@ -83,11 +89,13 @@ def write_pin(options: Options, planned: Planned, new_name: str | None, progress
     return Written(name, files, code)
 
 
-def _locked(options: Options, name: str, target: str | None, progress: Progress) -> ExitCode:
-    """Record the lock in a build folder of its own, so that no tree of the old artefact is in the way."""
-    build = options.build / "rebase" / "locking"
+def _locked(options: Options, name: str, planned: Planned, progress: Progress) -> ExitCode:
+    """Record the lock, of a commit in its checkout, of a release in a build folder of its own, where no tree is yet."""
+    target = planned.plan.subject.target
+    checkouts = {target: options.checkouts[target]} if planned.artefact.commit else {}
     chosen = replace(
-        options, pin=name, build=build, targets=(target,) if target else (), accept=(), dry_run=False,
+        options, pin=name, build=options.build / "rebase" / "locking", targets=(target,), checkouts=checkouts,
+        accept=(), dry_run=False,
     )  # fmt: skip
     code, _ = pinning.lock_pin(Session(chosen, progress))
     return code

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +22,7 @@ SPLIT_PART = 0.15
 SPLIT_TOGETHER = 0.6
 NAMES, NAMES_NEEDED = 6, 3
 MOST_CANDIDATES = 5
+_DEFINITION = re.compile(rb"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
 
 
 class Fate(StrEnum):
@@ -82,11 +85,17 @@ class Finder:
     def __init__(self, old: Mapping[str, bytes], new: Mapping[str, bytes]) -> None:
         self.old, self.new = old, new
         self._sources: dict[tuple[bool, str], Source | None] = {}
+        self._definitions: dict[tuple[bool, str], dict[str, ast.AST]] = {}
         self._bags: dict[tuple[str, str], Bag] = {}
 
     @cached_property
     def _texts(self) -> list[str]:
         return sorted(path for path in self.new if path.endswith(".py"))
+
+    @cached_property
+    def _grown(self) -> dict[str, Bag]:
+        """Names that more definitions of a module have than of the pin's module: only there may a symbol be new."""
+        return {path: _named(self.new[path]) - _named(self.old.get(path, b"")) for path in self._texts}
 
     def source(self, path: str, *, old: bool) -> Source | None:
         key = (old, path)
@@ -145,12 +154,12 @@ class Finder:
             return Whereabouts(Fate.MOVED if elsewhere else Fate.DELETED, elsewhere)
         mine = bag(was)
         near = [c for c in self._candidates(file, name, was, mine, rule) if c.likeness >= ALIKE]
-        if near:
+        parts = self._parts(file, mine, was, rule)
+        if near and (len(parts) < 2 or isinstance(was, ast.ClassDef)):
             best = near[0]
             same_name = best.symbol.rsplit(".", 1)[-1] == name
             fate = Fate.RENAMED if best.file == file and not same_name else Fate.MOVED
             return Whereabouts(fate, tuple(near[:MOST_CANDIDATES]))
-        parts = self._parts(file, mine, was, rule)
         return Whereabouts(Fate.SPLIT, tuple(parts)) if parts else Whereabouts(Fate.DELETED)
 
     def _assigned(self, name: str, was: ast.AST) -> list[Candidate]:
@@ -168,7 +177,7 @@ class Finder:
         """Definitions of the same kind, by likeness; of equals first the same name, then the same file."""
         found = []
         for path in self._worth_reading(file, name, was):
-            for symbol, node in self._defined(path):
+            for symbol, node in self._defined(path).items():
                 if isinstance(node, ast.ClassDef) != isinstance(was, ast.ClassDef) or self._was_there(path, symbol):
                     continue
                 like = self._like(path, symbol, node, mine)
@@ -178,39 +187,50 @@ class Finder:
         return [Candidate(f[3], f[4], f[0], self._matches(f[3], f[5], rule)) for f in found]
 
     def _parts(self, file: str, lost: Bag, was: ast.AST, rule: Rule | None) -> list[Candidate]:
-        """New definitions that together hold most of what a symbol lost; none if they do not."""
+        """New definitions, each with a part of its own, that hold most of what a symbol lost; none if they do not."""
         pieces = []
         for path in self._worth_reading(file, "", was):
-            for symbol, node in self._defined(path):
+            for symbol, node in self._defined(path).items():
                 if isinstance(node, ast.ClassDef) or self._was_there(path, symbol):
                     continue
                 held = share(self._bag(path, symbol, node), lost)
                 if held >= SPLIT_PART:
                     pieces.append((held, path, symbol, node))
-        together: Bag = Bag()
-        for _, path, symbol, _node in pieces:
-            together |= self._bags[path, symbol] & lost
-        if share(together, lost) < SPLIT_TOGETHER:
-            return []
         pieces.sort(key=lambda p: (-p[0], p[1], p[2]))
-        return [Candidate(p[1], p[2], p[0], self._matches(p[1], p[3], rule)) for p in pieces[:MOST_CANDIDATES]]
+        together, found = Bag(), []
+        for held, path, symbol, node in pieces:
+            # A copy, or a function inside another, adds nothing to what is found already.
+            added = together | (self._bags[path, symbol] & lost)
+            if share(added, lost) - share(together, lost) >= SPLIT_PART:
+                together = added
+                found.append(Candidate(path, symbol, held, self._matches(path, node, rule)))
+        return found[:MOST_CANDIDATES] if share(together, lost) >= SPLIT_TOGETHER else []
 
     def _worth_reading(self, file: str, name: str, was: ast.AST) -> Iterator[str]:
-        """Modules that may hold it: its own, those that define the name, those with its rarest identifiers."""
+        """Modules that may hold it: its own; of those with new definitions the ones with its name or rarest words."""
         rare = [n.encode() for n in identifiers(was, NAMES)]
         needed = min(NAMES_NEEDED, len(rare))
         for path in self._texts:
             data = self.new[path]
-            by_name = bool(name) and _defines(data, name)
+            if path != file and not self._grown[path]:
+                continue
+            # Every other new class has an __init__, which says nothing.
+            by_name = name in self._grown[path] and not name.startswith("__")
             if path == file or by_name or (needed and sum(n in data for n in rare) >= needed):
                 yield path
 
-    def _defined(self, path: str) -> list[tuple[str, ast.AST]]:
-        source = self.source(path, old=False)
-        return list(definitions(source.tree)) if source is not None else []
+    def _defined(self, path: str, *, old: bool = False) -> dict[str, ast.AST]:
+        """Definitions of a module by qualified name, the first of each name."""
+        if (old, path) not in self._definitions:
+            source = self.source(path, old=old)
+            found = list(definitions(source.tree)) if source is not None else []
+            self._definitions[old, path] = dict(reversed(found))
+        return self._definitions[old, path]
 
     def _was_there(self, path: str, symbol: str) -> bool:
         """Whether the pin has this symbol, too: then it is not what another one became."""
+        if symbol in self._defined(path, old=True):
+            return True
         before = self.source(path, old=True)
         return before is not None and find_symbol(before.tree, symbol) is not None
 
@@ -235,6 +255,11 @@ def _text(source: Source, node: ast.AST) -> str:
         return text
     low, high = source.span(own)
     return text[: low - start] + text[high - start :]
+
+
+def _named(data: bytes) -> Bag:
+    """Names after ``def`` and ``class`` in a module's text."""
+    return Counter(name.decode(errors="replace") for name in _DEFINITION.findall(data))
 
 
 def _defines(data: bytes, name: str) -> bool:
