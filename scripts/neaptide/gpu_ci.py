@@ -25,6 +25,7 @@ from neaptide.errors import ExitCode, NeaptideError
 from neaptide.gpu_skips import Host, read_outcome
 from neaptide.output import Progress
 from neaptide.pins import DEFAULT_PIN, load_pin
+from neaptide.series import applies_to, load_series
 from neaptide.session import Options
 
 BENCHES = ("indexer", "workspace")
@@ -132,14 +133,22 @@ def _steps(
             Step(f"bench {name}", (*tool, "bench", name, *at, "--output", str(output / "bench" / f"{name}.json")))
             for name in BENCHES
         ]
-    if _has_command(tool, "ledger"):
-        steps.append(Step("ledger", (*tool, "ledger", *at, "--live", "--json"), output / "ledger.json"))
+    if with_engine and not args.no_bench and _writes_ledgers(args.root, args.pin):
+        kept = output / "results" / "ledger"
+        bench = (*tool, "bench", "engine", *at, "--scenario", "graphs-v2-full", "--no-history")
+        written = ("--output", str(output / "bench" / "ledger-engine.json"))
+        steps += [
+            Step("engine", ("env", f"VLLM_NEAPTIDE_LEDGER_FILE={kept}", *bench, *written)),
+            Step("ledger", (*tool, "ledger", *at, "--live", f"{kept}.rank0.json", "--json"), output / "ledger.json"),
+        ]
     return steps
 
 
-def _has_command(tool: Sequence[str], name: str) -> bool:
-    """Whether the tool has a command by now."""
-    return subprocess.run([*tool, name, "--help"], capture_output=True, check=False).returncode == 0
+def _writes_ledgers(root: Path, pin: str) -> bool:
+    """Whether the pin's vLLM has the patch for it."""
+    artefact = load_pin(root, pin).targets.get("vllm")
+    patches = load_series(root, "vllm") if artefact is not None else []
+    return artefact is not None and any(p.name == "live-ledger" and applies_to(p, artefact.version) for p in patches)
 
 
 def carry_out(run: Run, output: Path, progress: Progress) -> ExitCode:

@@ -13,6 +13,7 @@ from neaptide.both_trees import PINS
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.ledger.asking import Answers, ask
 from neaptide.ledger.b12x_regions import CALLER, b12x_regions, reach_of
+from neaptide.ledger.live import run_live
 from neaptide.ledger.profiles import Profile, load_profile
 from neaptide.ledger.regions import Region, by_lifetime, by_term, check_sums, total
 from neaptide.ledger.show import plot, show, write_csv
@@ -29,7 +30,9 @@ LOGITS_PATCHES = ("vllm/indexer-logits", "vllm/indexer-prefill-wide-keys")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("profile", metavar="PROFILE", help="a .toml file, or a name in profiles/: gate, turnkey, ...")
+    add("profile", metavar="PROFILE", nargs="?", help="a .toml file, or a name in profiles/: gate, turnkey, ...")
+    add("--live", nargs="+", type=Path, default=[], metavar="FILE",
+        help="instead: what workers of a patched engine wrote under VLLM_NEAPTIDE_LEDGER_FILE")  # fmt: skip
     add("--set", dest="changes", action="append", default=[], metavar="FIELD=VALUE",
         help="another value for a field of the profile (repeatable)")  # fmt: skip
     add("--csv", type=Path, default=None, metavar="FILE", help="the regions as CSV")
@@ -38,7 +41,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, options: Options, progress: Progress) -> tuple[ExitCode, dict[str, Any]]:
-    """Asks both trees, and shows and writes what they say."""
+    """Asks both trees, and shows and writes what they say; or shows what an engine wrote."""
+    if (args.profile is None) == (not args.live):
+        raise NeaptideError(
+            "a profile and --live" if args.live else "no profile", wanted="a profile, or --live FILE...",
+            todo="For example: neaptide ledger turnkey.", where="ledger",
+        )  # fmt: skip
+    if args.live:
+        return run_live(args.live, progress)
     profile = load_profile(options.root, args.profile, args.changes)
     pin = _checked(options)
     (answers,) = ask([profile], pin, options, progress)
