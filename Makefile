@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIN_REQUIREMENTS := build/current/vllm/requirements/common.txt
 
-.PHONY: apply test lint format locks bump clean
+.PHONY: apply test lint format locks bump plots clean
 
 apply: .venv/ready
 	$(BIN)/neaptide apply
@@ -33,6 +33,13 @@ locks: .venv/ready
 # The series on thirteen releases, against git and GNU patch; writes the table of docs/rebase.md.
 bump: .venv/ready
 	$(BIN)/python tests/bench/bump
+
+# The plots of README and docs: a ledger, and a ladder through the simulated allocator.
+plots: .venv/ready-test
+	$(PIP) --editable '.[bench]'
+	$(BIN)/neaptide ledger turnkey --plot docs/ledger-turnkey.svg
+	$(BIN)/neaptide ledger gate --plot docs/ledger-gate.svg
+	$(BIN)/neaptide simulate 8192:98304 --plot docs/ladder-simulated.svg
 
 clean:
 	rm -rf build .venv

@@ -311,6 +311,16 @@ CASES = {
     ),
     "deleted": Case("admit", "admit", changed((ADMIT_TEXT, "")), Status.CONFLICT, Fate.DELETED, "",
                     "write the edit anew or retire the patch"),
+    "deleted, a lesser copy is new": Case(
+        "admit", "admit", changed((ADMIT_TEXT, HALF.lstrip())), Status.CONFLICT, Fate.DELETED, "", "nothing like it is left",
+    ),
+    "renamed and much changed": Case(
+        "admit", "admit",
+        changed(("def admit(", "def accept("), ("ordered = sorted(requests, key=len)", "ordered = list(requests)"),
+                ("math.ceil(len(request) / 2)", "len(request)"), ("share = remaining", "share = capacity"),
+                ("default=0)", "default=1)"), ("[r for r in requests if r not in admitted]", "[]")),
+        Status.CONFLICT, Fate.RENAMED, "core.py accept", "look at core.py accept (the rule has one match there): ",
+    ),
     "changed around the anchor": Case(
         "total", "Pool.total", changed(("return result\n\n    def subtotal", "return -result\n\n    def subtotal")),
         Status.MOVED, Fate.CHANGED, "", f"{READ}; nothing has to be mended",

@@ -27,6 +27,7 @@ NEAPTIDE = "neaptide"
 Row = dict[str, Any]
 Growth = tuple[tuple[int, int], ...]
 APPLIED = (Status.CLEAN, Status.MOVED)
+NO_FILE, NO_SYMBOL = "no such file", "no such symbol"
 
 
 class Bench:
@@ -75,14 +76,14 @@ class Bench:
         self.library.forget(self.series.target, release)
         _read.cache_clear()
 
-    def _under_new_names(self, planned: Planned) -> list[Edit]:
-        """The edits, with a symbol's name in the release where it was only renamed: line tools follow it there."""
+    def _under_new_names(self, planned: Planned) -> list[list[Edit]]:
+        """Each edit, and it under the names that its symbol may have now in the same file: line tools follow it there."""
         out = []
         for wanted, outcome in zip(self.series.wanted, outcomes_of(self.series, planned.plan), strict=True):
-            where, edit = planned.about(outcome), wanted.edit
-            if where is not None and where.fate is Fate.RENAMED:
-                edit = msgspec.structs.replace(edit, symbol=where.candidates[0].symbol)
-            out.append(edit)
+            where = planned.about(outcome)
+            found = where.candidates if where is not None and _reason(outcome) == NO_SYMBOL else ()
+            names = [wanted.edit.symbol, *(c.symbol for c in found if c.file == wanted.edit.file)]
+            out.append([msgspec.structs.replace(wanted.edit, symbol=name) for name in names])
         return out
 
     def _row(self, release: TargetPin, tool: str, verdicts: Sequence[Verdict], seconds: float) -> Row:
@@ -114,12 +115,12 @@ class Bench:
             "files_with_unbound_names": sum(o.key.startswith("names:") for o in planned.plan.outcomes),
         }  # fmt: skip
 
-    def _baseline(self, release: TargetPin, tool: str, brought: Brought, edits: Sequence[Edit]) -> Row:
+    def _baseline(self, release: TargetPin, tool: str, brought: Brought, edits: Sequence[Sequence[Edit]]) -> Row:
         pair = self._readings(brought.states)
-        verdicts = [
-            judge(edit, wanted.texts, reference, *pair(wanted))
-            for edit, wanted, reference in zip(edits, self.series.wanted, self.reference, strict=True)
-        ]
+        verdicts = []
+        for names, wanted, reference in zip(edits, self.series.wanted, self.reference, strict=True):
+            found = [judge(edit, wanted.texts, reference, *pair(wanted)) for edit in names]
+            verdicts.append(Verdict.RIGHT if Verdict.RIGHT in found else found[0])
         failed = [w for w, v in zip(self.series.wanted, verdicts, strict=True) if v is not Verdict.RIGHT]
         named = sum(self._names_function(w, brought) for w in failed)
         row = self._row(release, tool, verdicts, brought.cpu_seconds)
@@ -144,7 +145,7 @@ def _says_all(planned: Planned, outcome: EditOutcome) -> bool:
 def _reason(outcome: EditOutcome) -> str:
     if outcome.status is not Status.CONFLICT:
         return outcome.status.value
-    kinds = {"no file": "no such file", "no symbol": "no such symbol", "the rule has": "no or several matches"}
+    kinds = {"no file": NO_FILE, "no symbol": NO_SYMBOL, "the rule has": "no or several matches"}
     return next((kind for start, kind in kinds.items() if outcome.detail.startswith(start)), "other conflicts")
 
 

@@ -29,7 +29,7 @@ def markdown(rows: Sequence[Row]) -> str:
         share = f"{found['applied_rightly']} of {edits} ({percent(rows, tool):.1f} %)"
         name = f"`{tool}`" if tool != NEAPTIDE else tool
         named, reason = f"{found['names_symbol']} of {failed}", f"{found['names_reason']} of {failed}"
-        seconds = f"{found['cpu_seconds'] / len(cases):.1f}"
+        seconds = f"{found['cpu_seconds'] / len(cases):.2f}"
         lines.append(_line(name, share, found["wrong_place"], found["not_applied"], named, reason, seconds))
     return "\n".join([*lines, "", *goal(rows), ""])
 
@@ -38,18 +38,20 @@ def goal(rows: Sequence[Row]) -> list[str]:
     """What was wanted and what was found."""
     found, best = total(rows, NEAPTIDE), best_other(rows)
     points = percent(rows, NEAPTIDE) - percent(rows, best)
-    failed = found["wrong_place"] + found["not_applied"]
-    held = found["drift_right_if_accepted"]
-    read = 100 * (found["applied_rightly"] + held) / found["edits"] - percent(rows, best)
+    failed, held = found["wrong_place"] + found["not_applied"], found["drift_right_if_accepted"]
     reasons: Counter[str] = Counter()
     for row in rows:
         reasons.update(row.get("reasons", {}))
+    there = found["edits"] - reasons["no such file"] - reasons["no such symbol"]
+    ours, others = found["applied_rightly"], total(rows, best)["applied_rightly"]
+    missed = "" if points >= WANTED_POINTS else ": missed"
     return [
         f"- Wanted: no edit in a wrong place. Found: {found['wrong_place']}.",
         f"- Wanted: at least {WANTED_POINTS} points more edits applied rightly than the best of the others. "
-        f"Found: {points:+.1f} points over `{best}`"
-        + (". " if points >= WANTED_POINTS else ": missed. ")
-        + f"With the {held} edits in drift that stand rightly once somebody has read and accepted them: {read:+.1f}.",
+        f"Found: {points:+.1f} points over `{best}`{missed}. With the {held} edits in drift that stand rightly once "
+        f"somebody has read and accepted them: {100 * (ours + held - others) / found['edits']:+.1f}. Of the {there} "
+        f"edits whose file and symbol the release has under that name: {100 * ours / there:.1f} % against "
+        f"{100 * others / there:.1f} %, with the drift {100 * (ours + held) / there:.1f} %.",
         f"- Wanted: no failure without symbol and reason. Found: {failed - found['names_reason']} of {failed}.",
         "- Why neaptide did not apply: " + ", ".join(f"{name} {n}" for name, n in reasons.most_common()) + ".",
     ]
