@@ -312,7 +312,8 @@ CASES = {
     "deleted": Case("admit", "admit", changed((ADMIT_TEXT, "")), Status.CONFLICT, Fate.DELETED, "",
                     "write the edit anew or retire the patch"),
     "deleted, a lesser copy is new": Case(
-        "admit", "admit", changed((ADMIT_TEXT, HALF.lstrip())), Status.CONFLICT, Fate.DELETED, "", "nothing like it is left",
+        "admit", "admit", changed((ADMIT_TEXT, HALF.lstrip())), Status.CONFLICT, Fate.DELETED, "",
+        "nothing like it is left",
     ),
     "renamed and much changed": Case(
         "admit", "admit",

@@ -19,7 +19,7 @@ from neaptide.fetch import sdist_path
 from neaptide.output import Progress
 from neaptide.pins import DEFAULT_PIN, TargetPin
 from neaptide.rebase import describe, releases
-from neaptide.rebase.command import artefact_of
+from neaptide.rebase.command import artefact_of, code_of
 from neaptide.rebase.planning import Library, plan_on
 from neaptide.series import load_series
 from neaptide.session import Options
@@ -110,7 +110,7 @@ def _lot(jobs: Sequence[tuple[str, str, TargetPin, Options]]) -> list[Checked]:
 def _one(library: Library, target: str, text: str, artefact: TargetPin, options: Options) -> Checked:
     begun = time.monotonic()
     planned = plan_on(library, target, artefact, load_series(options.root, target), options.pin)
-    code = planned.plan.exit_code()
+    code = code_of(planned, frozenset())
     out, report = describe.plan_dict(planned, frozenset()), describe.markdown(planned, frozenset(), "")
     library.forget(target, artefact)
     return Checked(text, planned.base.pin, code, time.monotonic() - begun, out, report)

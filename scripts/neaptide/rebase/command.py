@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, options: Options, progress: Progress) -> Resul
     before = state.load(folder / "state.json", artefact.sha256 or artefact.commit or "")
     accepted = _accepted(options, planned, before.accepted, progress)
     _show(planned, accepted, progress)
-    code = _code(planned, accepted)
+    code = code_of(planned, accepted)
     out: dict[str, Any] = {"plan": describe.plan_dict(planned, accepted), "written": []}
     if said := state.since(before, planned.plan):
         progress.note(said)
@@ -103,7 +103,8 @@ def _show(planned: Planned, accepted: Accepted, progress: Progress) -> None:
     progress.note(f"{label}: " + ", ".join(f"{n} {name}" for name, n in describe.counts(planned).items() if n))
 
 
-def _code(planned: Planned, accepted: Accepted) -> ExitCode:
+def code_of(planned: Planned, accepted: Accepted) -> ExitCode:
+    """Findings, if nothing is wrong and a patch was retired or superseded: somebody should read why."""
     code = planned.plan.exit_code(accepted)
     over = any(planned.plan.with_status(status) for status in describe.OVER)
     return ExitCode.FINDINGS if code is ExitCode.DONE and over else code

@@ -20,7 +20,6 @@ from neaptide.output import Progress
 from neaptide.pins import DEFAULT_PIN, TargetPin, load_pin
 from neaptide.rebase.describe import todo
 from neaptide.rebase.planning import Library, Planned, plan_on
-from neaptide.rebase.whereabouts import Fate
 from referee import Reading, Verdict, grown, judge, scope_of
 
 NEAPTIDE = "neaptide"
@@ -77,7 +76,7 @@ class Bench:
         _read.cache_clear()
 
     def _under_new_names(self, planned: Planned) -> list[list[Edit]]:
-        """Each edit, and it under the names that its symbol may have now in the same file: line tools follow it there."""
+        """Each edit, and it under names that its symbol may have now in the same file: line tools follow it there."""
         out = []
         for wanted, outcome in zip(self.series.wanted, outcomes_of(self.series, planned.plan), strict=True):
             where = planned.about(outcome)
