@@ -194,6 +194,10 @@ class Stand:
     def torch(self, count: int, major: int = 12, *, peers: bool = True) -> None:
         (self.folder / "torch.py").write_text(FAKE_TORCH.format(count=count, major=major, peers=peers))
 
+    def without_torch(self) -> None:
+        """Whether or not the interpreter of these tests has it."""
+        (self.folder / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+
 
 @pytest.fixture
 def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stand:
@@ -213,12 +217,14 @@ def dry(capsys: Shown, *options: str) -> tuple[int, dict[str, str], dict[str, li
 
 
 def test_a_host_without_cuda_is_one_clear_error(stand: Stand, capsys: Shown) -> None:
+    stand.without_torch()
     assert main(["--root", str(ROOT)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: gpu-ci: no CUDA device is seen (torch: not installed); wanted a host with CUDA")
 
 
 def test_devices_without_torch_are_one_clear_error(stand: Stand, capsys: Shown) -> None:
+    stand.without_torch()
     query = "0, GPU-aa, RTX PRO 6000, 12.0, 97887, Disabled, 580.65.06\n"
     stand.monkeypatch.setattr("neaptide.doctor.machine._smi", lambda *a: query if a[0] != "topo" else "")
     assert main(["--root", str(ROOT)]) == 2

@@ -37,6 +37,7 @@ SWITCHES, WORKER = "neaptide-switches", "v1/worker/gpu_worker.py"
 BUILDER = "v1/attention/backends/mla/indexer.py"
 CAPTURES, MANAGER, LANES, ESTIMATE = "disposable-captures", "workspace-manager", "workspace-lanes", "graph-estimate"
 PCIE, DCP_OPS = "pcie-collectives", "v1/attention/ops/dcp.py"
+LEDGER = "live-ledger"
 TRANSIENTS, SPLITS = "mla-profile-transients", "mla-split-budget"
 STATE, RUNNER_V1 = "distributed/parallel_state.py", "v1/worker/gpu_model_runner.py"
 RUNNER_V2, GRAPHS_V2 = "v1/worker/gpu/model_runner.py", "v1/worker/gpu/cudagraph_utils.py"
@@ -125,7 +126,9 @@ DRIFTS = {
         "$MATCH + 1",
         "int(compressed_seq_lens_cpu[start_idx:end_idx].max())",
     ),
-    "process groups": Change(SWITCHES, WORKER, "Worker.init_device", name("rank"), "local_rank", GROUPS),
+    "process groups": Change(
+        SWITCHES, WORKER, "Worker.init_device", name("rank"), "local_rank", GROUPS, also=(LEDGER,)
+    ),
     "compile hash": Change(SWITCHES, "envs.py", "compile_factors", {"kind": "string"}, "'another'", IGNORED),
     "rank data constant": Change(RANK, ONESHOT, "DEFAULT_RANK_DATA_BYTES", {"kind": "integer"}, "16"),
     "table width": Change(RANK, ONESHOT, "_MAX_RANKS", {"kind": "integer"}, "32"),
