@@ -24,6 +24,7 @@ from neaptide.rebase.planning import Library, plan_on
 from neaptide.series import load_series
 from neaptide.session import Options
 
+WORTH_A_PROCESS = 4
 COLUMNS = ("release", "compared with", *(s.value for s in describe.OF_EDITS), "patches not applicable, retired", "s")
 
 
@@ -86,10 +87,11 @@ def _all(jobs: Sequence[tuple[str, str, TargetPin, Options]]) -> list[Checked]:
     groups: dict[str, list[int]] = {}
     for index, job in enumerate(jobs):
         groups.setdefault(job[0], []).append(index)
-    workers = max(1, min(os.cpu_count() or 1, len(jobs)))
+    # A few plans take no longer than processes take to start.
+    workers = max(1, min(os.cpu_count() or 1, len(jobs) // WORTH_A_PROCESS))
     lots = [part for indices in groups.values() for part in _dealt(indices, workers)]
-    if len(lots) == 1:
-        return _lot([jobs[i] for i in lots[0]])
+    if workers == 1:
+        return _lot(jobs)
     out: dict[int, Checked] = {}
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for lot, found in zip(lots, pool.map(_lot, [[jobs[i] for i in lot] for lot in lots]), strict=True):
