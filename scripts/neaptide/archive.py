@@ -107,13 +107,3 @@ def _stays(base: PurePosixPath, link: str, top: str, links: set[PurePosixPath]) 
             return False
         here = here.parent if part == ".." else here / part
     return here.parts[:1] == (top,)
-
-
-def read_member(archive: Path, name: str) -> bytes | None:
-    """Bytes of one file of an archive, or None."""
-    with tarfile.open(archive, "r:gz") as tar:
-        for member in tar:
-            if member.name == name and member.isfile():
-                content = tar.extractfile(member)
-                return content.read() if content is not None else None
-    return None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from neaptide import verify
-from neaptide.errors import ExitCode, NeaptideError
+from neaptide.errors import ExitCode, NeaptideError, worst
 from neaptide.export import export_place
 from neaptide.gitplace import GitPlace
 from neaptide.outcomes import Plan, Status
@@ -35,7 +35,7 @@ def apply(session: Session) -> Result:
         out = {w.place.target: plan_dict(p, accepted[w.place.target]) for w, p in plans}
         _show_skipped(session)
         result: dict[str, Any] = {"skipped": session.skipped, "targets": out, "written": []}
-        code = max((p.exit_code(accepted[w.place.target]) for w, p in plans), key=_severity, default=ExitCode.DONE)
+        code = worst(p.exit_code(accepted[w.place.target]) for w, p in plans)
         if code is not ExitCode.DONE:
             session.progress.note(_what_now(code, plans, accepted))
             return code, result
@@ -103,10 +103,6 @@ def _gone(session: Session, plans: Sequence[tuple[Work, Plan]]) -> ExitCode:
     if names:
         session.progress.note(f"to read: the pin's lock holds patches that no longer apply: {'; '.join(names)}")
     return ExitCode.FINDINGS if names else ExitCode.DONE
-
-
-def _severity(code: ExitCode) -> int:
-    return [ExitCode.DONE, ExitCode.FINDINGS, ExitCode.DRIFT, ExitCode.UNVERIFIED, ExitCode.CONFLICT].index(code)
 
 
 def _accepted(session: Session, work: Work, plan: Plan) -> Accepted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -16,6 +17,12 @@ class ExitCode(IntEnum):
     CONFLICT = 3
     DRIFT = 4
     UNVERIFIED = 5
+
+
+def worst(codes: Iterable[ExitCode]) -> ExitCode:
+    """Of several outcomes the one that is furthest from done; done for none."""
+    order = (ExitCode.DONE, ExitCode.FINDINGS, ExitCode.DRIFT, ExitCode.UNVERIFIED, ExitCode.CONFLICT)
+    return max(codes, key=order.index, default=ExitCode.DONE)
 
 
 class NeaptideError(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +85,7 @@ def _no_lab_lock(place: GitPlace) -> str:
 
 
 def _repository(place: GitPlace) -> str:
-    if place.artefact.repository:
-        return place.artefact.repository
-    remotes = place.repo.text("remote").split()
-    url = place.repo.text("remote", "get-url", "origin") if "origin" in remotes else ""
-    return re.sub(r"^(\w+://)[^/@]*@", r"\1", url)
+    return place.artefact.repository or place.repo.origin()
 
 
 def _lab_lock(place: GitPlace, record: Record, name: str, files: dict[str, bytes]) -> dict[str, Any]:

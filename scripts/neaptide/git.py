@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -88,6 +89,12 @@ class Repo:
             return self.text("rev-parse", "--verify", "--quiet", "HEAD^{commit}")
         except GitError:
             return ""
+
+    def origin(self) -> str:
+        """The URL of the remote named origin, without a login in it; empty without one."""
+        if "origin" not in self.text("remote").split():
+            return ""
+        return re.sub(r"^(\w+://)[^/@]*@", r"\1", self.text("remote", "get-url", "origin"))
 
     def head_ref(self) -> str:
         """The branch that HEAD names, or ``HEAD`` when detached."""

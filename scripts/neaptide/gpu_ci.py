@@ -25,7 +25,6 @@ from neaptide.errors import ExitCode, NeaptideError
 from neaptide.gpu_skips import Host, read_outcome
 from neaptide.output import Progress
 from neaptide.pins import DEFAULT_PIN, load_pin
-from neaptide.series import applies_to, load_series
 from neaptide.session import Options
 
 BENCHES = ("indexer", "workspace")
@@ -53,7 +52,6 @@ class Run:
     """A run that is settled: on which devices, with which variables, and what it calls."""
 
     pin: str
-    world: int
     machine: Machine
     seen: Probe
     files: tuple[str, ...]
@@ -65,7 +63,7 @@ class Run:
     def host(self) -> Host:
         """What its tests have."""
         capability = min(one.capability for one in self.machine.devices)
-        return Host(self.world, capability, self.seen.modules, self.environment)
+        return Host(len(self.machine.devices), capability, self.seen.modules, self.environment)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -99,41 +97,50 @@ def settled(args: argparse.Namespace, machine: Machine, seen: Probe, progress: P
         )  # fmt: skip
     output, build = args.output, (args.build or args.root / "build").resolve()
     options = Options(root=args.root, build=build, pin=args.pin, python=args.python)
-    files = gpu_host.files_for(args.root, load_pin(args.root, args.pin))
+    there = gpu_host.patches_at(args.root, load_pin(args.root, args.pin))
+    files = gpu_host.files_for(args.root, there)
     wanted = gpu_host.needs_engine(files) and seen.modules["vllm"]
     engine = gpu_host.installed_engine(options, progress) if wanted else None
     trees = gpu_host.Trees(options, progress, output / "trees", engine)
-    world = len(machine.devices)
     environment = {
         **trees.environment(),
-        "CUDA_VISIBLE_DEVICES": gpu_host.visible(world, os.environ),
+        "CUDA_VISIBLE_DEVICES": gpu_host.visible(len(machine.devices), os.environ),
         "NEAPTIDE_TEST_RESULTS": str(output / "results"),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    steps = _steps(args, python, files, machine, output, build, with_engine=engine is not None)
-    return Run(args.pin, world, machine, seen, tuple(files), environment, tuple(steps), trees)
+    steps = _steps(args, python, files, machine, output, build)
+    if engine is not None and not args.no_bench:
+        steps += _benches(args, python, output, build, ledger="vllm/live-ledger" in there)
+    return Run(args.pin, machine, seen, tuple(files), environment, tuple(steps), trees)
 
 
 def _steps(
-    args: argparse.Namespace, python: str, files: Sequence[str], machine: Machine, output: Path, build: Path,
-    *, with_engine: bool,
-) -> list[Step]:  # fmt: skip
-    tool = (python, "-m", "neaptide")
-    at = ("--root", str(args.root), "--build", str(build), "--pin", args.pin)
+    args: argparse.Namespace, python: str, files: Sequence[str], machine: Machine, output: Path, build: Path
+) -> list[Step]:
+    tool, at = _tool(args, python, build)
     blackwell = all(one.capability[0] == 12 for one in machine.devices)
     tests = [str(args.root / "tests" / "gpu" / name) for name in files]
     pytest = (python, "-m", "pytest", *tests, "-ra", "-p", "no:cacheprovider", f"--junitxml={output / 'junit.xml'}")
-    steps = [
+    return [
         Step("apply", (*tool, "apply", *at)),
         Step("doctor", (*tool, "doctor", *at, "--json"), output / "doctor.json", (0, 1)),
         Step("pytest", pytest if blackwell else (*pytest, "-m", "not sm120")),
     ]
-    if with_engine and not args.no_bench:
-        steps += [
-            Step(f"bench {name}", (*tool, "bench", name, *at, "--output", str(output / "bench" / f"{name}.json")))
-            for name in BENCHES
-        ]
-    if with_engine and not args.no_bench and _writes_ledgers(args.root, args.pin):
+
+
+def _tool(args: argparse.Namespace, python: str, build: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """neaptide by an interpreter, and the options of the run's place."""
+    return (python, "-m", "neaptide"), ("--root", str(args.root), "--build", str(build), "--pin", args.pin)
+
+
+def _benches(args: argparse.Namespace, python: str, output: Path, build: Path, *, ledger: bool) -> list[Step]:
+    """What needs a whole engine; with ``ledger`` one that writes its own, and what that says."""
+    tool, at = _tool(args, python, build)
+    steps = [
+        Step(f"bench {name}", (*tool, "bench", name, *at, "--output", str(output / "bench" / f"{name}.json")))
+        for name in BENCHES
+    ]
+    if ledger:
         kept = output / "results" / "ledger"
         bench = (*tool, "bench", "engine", *at, "--scenario", "graphs-v2-full", "--no-history")
         written = ("--output", str(output / "bench" / "ledger-engine.json"))
@@ -142,13 +149,6 @@ def _steps(
             Step("ledger", (*tool, "ledger", *at, "--live", f"{kept}.rank0.json", "--json"), output / "ledger.json"),
         ]
     return steps
-
-
-def _writes_ledgers(root: Path, pin: str) -> bool:
-    """Whether the pin's vLLM has the patch for it."""
-    artefact = load_pin(root, pin).targets.get("vllm")
-    patches = load_series(root, "vllm") if artefact is not None else []
-    return artefact is not None and any(p.name == "live-ledger" and applies_to(p, artefact.version) for p in patches)
 
 
 def carry_out(run: Run, output: Path, progress: Progress) -> ExitCode:
@@ -194,11 +194,11 @@ def _call(step: Step, environment: Mapping[str, str]) -> int:
 
 def _write_summary(run: Run, outcome: Mapping[str, Any], failed: Sequence[str], code: ExitCode, output: Path) -> None:
     own = {"failed_steps": list(failed), "exit_code": int(code), "files": list(run.files), "outcome": outcome}
-    told = {"machine": run.machine.as_dict(), "pin": run.pin, "schema_version": 1, "world": run.world}
+    told = {"machine": run.machine.as_dict(), "pin": run.pin, "schema_version": 1, "world": run.host.devices}
     write_bytes(output / "summary.json", jsonfile.encode({**own, **told}))
 
 
-def in_image(args: argparse.Namespace, world: int) -> list[str]:
+def in_image(args: argparse.Namespace) -> list[str]:
     """The same run inside an image, as this user, so that the artefacts are this user's."""
     kept = ["CUDA_VISIBLE_DEVICES"] if "CUDA_VISIBLE_DEVICES" in os.environ else []
     set_there = ["HOME=/tmp", "USER=gpu-ci", "TRITON_CACHE_DIR=/tmp/triton", "PYTHON=python"]
@@ -208,12 +208,12 @@ def in_image(args: argparse.Namespace, world: int) -> list[str]:
         *(part for name in (*set_there, *kept) for part in ("--env", name)),
         "--volume", f"{args.output}:/out", "--entrypoint", IN_IMAGE, args.image,
         "--pin", args.pin, "--output", "/out/run", "--build", "/out/build", *(("--topology",) if args.topology else ()),
-        *(("--world", str(world)) if world in gpu_host.WORLDS else ()), *(("--no-bench",) if args.no_bench else ()),
+        *(("--world", str(args.world)) if args.world else ()), *(("--no-bench",) if args.no_bench else ()),
     ]  # fmt: skip
 
 
-def _run_in_image(args: argparse.Namespace, world: int, progress: Progress) -> int:
-    command = in_image(args, world)
+def _run_in_image(args: argparse.Namespace, progress: Progress) -> int:
+    command = in_image(args)
     if args.dry_run:
         print(shlex.join(command))
         return ExitCode.DONE
@@ -232,13 +232,13 @@ def _run_in_image(args: argparse.Namespace, world: int, progress: Progress) -> i
 def _gpu_ci(args: argparse.Namespace, progress: Progress) -> int:
     args.root = args.root.resolve()
     args.output = (args.output or args.root / "build" / "gpu-ci" / args.pin).resolve()
-    machine, seen = gpu_host.look(args.python or Path(sys.executable))
-    world = gpu_host.chosen_world(machine, args.world)
-    machine = gpu_host.limited(machine, world)
+    if args.image:
+        return _run_in_image(args, progress)
+    python = args.python or Path(sys.executable)
+    world = gpu_host.chosen_world(gpu_host.look(python)[0], args.world)
+    machine, seen = gpu_host.look(python, {**os.environ, "CUDA_VISIBLE_DEVICES": gpu_host.visible(world, os.environ)})
     problems = gpu_host.topology_problems(machine)
     progress.note(f"{world} x {machine.devices[0].name}: {machine.bus}; {'; '.join(problems) or 'as it is made for'}")
-    if args.image:
-        return _run_in_image(args, world, progress)
     if args.topology:
         return ExitCode.FINDINGS if problems else ExitCode.DONE
     run = settled(args, machine, seen, progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from neaptide.pins import Pin
 from neaptide.series import applies_to, load_series
 from neaptide.session import Options, Session, Work
 
-MODULES = ("torch", "vllm", "cutlass", "triton", "b12x", "pytest")
+MODULES = ("torch", "vllm", "cutlass", "triton", "pytest")
 WORLDS = (2, 4)
 # The tests of each file are of this patch, and run at the pins that it applies to; a file that is not here runs at all.
 TESTS = {
@@ -36,9 +36,9 @@ TESTS = {
 ENGINE, KERNELS = "vllm", "b12x"
 
 
-def look(python: Path) -> tuple[Machine, Probe]:
-    seen = probe(python, modules=MODULES)
-    return look_at_machine(seen), seen
+def look(python: Path, environment: Mapping[str, str] = os.environ) -> tuple[Machine, Probe]:
+    seen = probe(python, modules=MODULES, environment=environment)
+    return look_at_machine(seen, environment), seen
 
 
 def chosen_world(machine: Machine, asked: int | None) -> int:
@@ -60,13 +60,6 @@ def chosen_world(machine: Machine, asked: int | None) -> int:
     return asked or max((world for world in WORLDS if world <= count), default=1)
 
 
-def limited(machine: Machine, world: int) -> Machine:
-    """The machine as a process sees it that is left its first ``world`` devices."""
-    links = tuple(row[:world] for row in machine.links[:world])
-    nvlink = any(link.startswith("NV") for row in links for link in row) if links else machine.nvlink
-    return replace(machine, devices=machine.devices[:world], links=links, nvlink=nvlink)
-
-
 def visible(world: int, environment: Mapping[str, str]) -> str:
     """``CUDA_VISIBLE_DEVICES`` for the first ``world`` of the devices that are visible now."""
     given = environment.get("CUDA_VISIBLE_DEVICES")
@@ -82,24 +75,21 @@ def topology_problems(machine: Machine) -> list[str]:
         problems.append("MIG devices, which have no peers")
     if len(machine.devices) > 1 and machine.peers is not True:
         problems.append("peer access not known, for want of torch" if machine.peers is None else "no peer access")
-    if machine.nvlink:
+    if machine.some_nvlink:
         problems.append("NVLink between them, wanted PCIe alone")
     return problems
 
 
-def files_for(root: Path, pin: Pin) -> list[str]:
-    """Test files of tests/gpu that are for a pin, in order."""
+def patches_at(root: Path, pin: Pin) -> set[str]:
+    """Ids of the patches that have something to do at a pin."""
     versions = {target: artefact.version for target, artefact in pin.targets.items()}
-    known = {patch.id: patch for target in versions for patch in load_series(root, target)}
+    return {p.id for target, version in versions.items() for p in load_series(root, target) if applies_to(p, version)}
+
+
+def files_for(root: Path, there: Collection[str]) -> list[str]:
+    """Test files of tests/gpu that are for a pin with these patches, in order."""
     names = sorted(path.name for path in (root / "tests" / "gpu").glob("test_*.py"))
-
-    def fits(name: str) -> bool:
-        patch = TESTS.get(name)
-        if patch is None:
-            return True
-        return patch in known and applies_to(known[patch], versions[known[patch].target])
-
-    return [name for name in names if fits(name)]
+    return [name for name in names if TESTS.get(name, "") in {"", *there}]
 
 
 def needs_engine(files: Sequence[str]) -> bool:
@@ -120,15 +110,18 @@ class Trees:
     def __init__(self, options: Options, progress: Progress, folder: Path, engine: Work | None) -> None:
         self.options, self.progress, self.folder, self.engine = options, progress, folder, engine
 
-    def environment(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """The variables that tests/gpu read, and a PYTHONPATH with the patched b12x and the tool."""
         own = {f"NEAPTIDE_TEST_B12X_{kind.upper()}": str(self._at(KERNELS, kind)) for kind in ("patched", "upstream")}
         if self.engine is not None:
             own |= {
                 f"NEAPTIDE_TEST_VLLM_{kind.upper()}": str(self._at(ENGINE, kind)) for kind in ("patched", "upstream")
             }
-        given = (os.environ if environment is None else environment).get("PYTHONPATH", "")
-        parts = [str(self._at(KERNELS, "patched")), str(self.options.root / "scripts"), given]
+        parts = [
+            str(self._at(KERNELS, "patched")),
+            str(self.options.root / "scripts"),
+            os.environ.get("PYTHONPATH", ""),
+        ]
         return {**own, "PYTHONPATH": os.pathsep.join(part for part in parts if part)}
 
     def _at(self, target: str, kind: str) -> Path:

@@ -25,6 +25,7 @@ class Status(StrEnum):
     NOT_APPLICABLE = "not-applicable"
 
 
+IN_FORCE = (Status.CLEAN, Status.MOVED, Status.DRIFT)
 WORST_LAST = [Status.CLEAN, Status.MOVED, Status.DRIFT, Status.UNMET, Status.CONFLICT]
 
 

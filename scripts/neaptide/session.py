@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from neaptide import archive, jsonfile
+from neaptide import jsonfile
 from neaptide.disk import TEMPORARY_SUFFIX, write_bytes
 from neaptide.distribution import find_installation
 from neaptide.errors import ExitCode, NeaptideError
@@ -31,6 +31,7 @@ from neaptide.pins import (
 from neaptide.places import LOCK_NAME, State, load_record
 from neaptide.plan import plan_series
 from neaptide.series import load_series, select
+from neaptide.sources import PackageFiles, sdist_files
 from neaptide.trees import TreeMaker
 
 
@@ -209,21 +210,20 @@ class Session:
         """The locked artefact's own bytes, for showing what upstream changed since; None where not at hand."""
         artefact = work.lock.artefact if work.lock is not None else work.artefact
         place = work.place
+        if artefact.commit is not None:
+            if not isinstance(place, GitPlace):
+                return lambda path: None
+            repo, commit = place.repo, artefact.commit
+            return lambda path: repo.blob(commit, f"{artefact.package}/{path}")
 
         @functools.cache
-        def read(path: str) -> bytes | None:
-            inside = f"{artefact.package}/{path}"
-            if artefact.commit is not None and isinstance(place, GitPlace):
-                return place.repo.blob(artefact.commit, inside)
-            if artefact.sdist is None:
-                return None
+        def files() -> PackageFiles:
             try:
-                source = self._sdist(place.target, artefact)
+                return sdist_files(self._sdist(place.target, artefact), artefact.package, ())
             except NeaptideError:
-                return None
-            return archive.read_member(source, f"{artefact.sdist.removesuffix('.tar.gz')}/{inside}")
+                return PackageFiles({})
 
-        return read
+        return lambda path: files().read(path)
 
     def locked(self, works: Sequence[Work]) -> ExitStack:
         """Hold every place against other neaptide processes."""

@@ -15,7 +15,7 @@ from neaptide.contract import broken_promises, dotted_name
 from neaptide.edits import expectation_span
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.model import expand_edit
-from neaptide.outcomes import Plan, Status
+from neaptide.outcomes import IN_FORCE, Plan
 from neaptide.places import Place
 from neaptide.series import edits_for, overlays_for
 from neaptide.text import Source
@@ -40,7 +40,6 @@ for name in touched:
         out.append([name, "failed", f"{type(error).__name__}: {error}"])
 print("\\nNEAPTIDE" + json.dumps(out))
 """
-_IN_FORCE = (Status.CLEAN, Status.MOVED, Status.DRIFT)
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def _unmet(plan: Plan) -> list[str]:
     subject, files = plan.subject, plan.files
     sources: dict[str, Source] = {}
     for patch in plan.patches:
-        if patch.status not in _IN_FORCE:
+        if patch.status not in IN_FORCE:
             continue
         for raw in edits_for(patch.patch, subject.version):
             edit = expand_edit(raw, dict(subject.names))
@@ -106,7 +105,7 @@ def _broken_contracts(plan: Plan, place: Place) -> list[str]:
     replaced = [
         (patch, overlay.dest)
         for patch in plan.patches
-        if patch.status in _IN_FORCE
+        if patch.status in IN_FORCE
         for overlay in overlays_for(patch.patch, plan.subject.version)
         if overlay.mode == "replace"
     ]

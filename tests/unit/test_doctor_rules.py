@@ -28,7 +28,10 @@ FOUR = Machine(tuple(replace(BLACKWELL, index=i) for i in range(4)), "torch", pe
 HOPPER = Machine((replace(BLACKWELL, capability=(9, 0), name="H200"),), "torch", peers=True, nvlink=False)
 YES, NO, UNKNOWN = Answer.YES, Answer.NO, Answer.UNKNOWN
 PCIE_ON = {"VLLM_NEAPTIDE_PCIE_COLLECTIVES": "auto"}
-POOLS = ("b12x/oneshot-rank-data", "b12x/channel-pool", "b12x/exact-slabs", "vllm/disposable-captures")
+POOLS = (
+    "b12x/oneshot-rank-data", "b12x/channel-pool", "b12x/exact-slabs", "b12x/oneshot-rank-order",
+    "vllm/disposable-captures",
+)  # fmt: skip
 
 
 def facts(pin: str = "current", environment: dict[str, str] | None = None, **changes: Any) -> Facts:
@@ -45,7 +48,7 @@ def facts(pin: str = "current", environment: dict[str, str] | None = None, **cha
     packages = {one.package: {"folder": f"/site/{one.package}", "version": one.version} for one in targets.values()}
     whole = Facts(
         pin=pin, applied=applied, switches=read_switches(DECLARED, environment), declared=DECLARED, choice=CHOSEN,
-        environment=environment, machine=FOUR, probe=Probe({}, packages=packages, imports={"b12x.comm.pcie": ""}),
+        environment=environment, machine=FOUR, probe=Probe({}, packages=packages, imports={"b12x.comm.pcie.api": ""}),
     )  # fmt: skip
     return replace(whole, **changes)
 
@@ -225,7 +228,7 @@ def test_pcie_collectives_need_the_patched_b12x(patch: str) -> None:
 
 
 def test_pcie_collectives_need_a_b12x_that_can_be_imported() -> None:
-    probe = replace(facts().probe, imports={"b12x.comm.pcie": "ModuleNotFoundError: No module named 'cutlass'"})
+    probe = replace(facts().probe, imports={"b12x.comm.pcie.api": "ModuleNotFoundError: No module named 'cutlass'"})
     found = rows(facts(environment=PCIE_ON, probe=probe))
     assert "cutlass" in found["vllm/pcie-collectives"].reasons[0]
     assert found["b12x/channel-pool"].reasons == ("reached through vllm/pcie-collectives only, which is not in force",)

@@ -17,7 +17,7 @@ RANK: dict[str, Any] = {
     "regions": [
         {"bytes": 300, "in_torch": True, "name": "KV cache"}, {"bytes": 199, "in_torch": False, "name": "context"},
     ],
-    "residue_bytes": 1, "residue_share": 0.005, "schema_version": 1, "total_bytes": 1000, "unnamed_blocks": [],
+    "residue_bytes": 1, "residue_share": 0.005, "schema_version": 1, "total_bytes": 1000,
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_ranks_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_large_residue_and_a_block_without_a_name_are_findings(tmp_path: Path) -> None:
     block = {"bytes": 1 << 27, "name": "other tensors", "named": False, "region": "other tensors"}
-    path = file(tmp_path, residue_share=0.021, unnamed_blocks=[block])
+    path = file(tmp_path, residue_share=0.021, large_blocks=[block])
     code, out = run_live([path], Progress())
     assert code is ExitCode.FINDINGS
     assert out["findings"] == [

@@ -14,12 +14,10 @@ from neaptide.distribution import search_path
 from neaptide.errors import NeaptideError
 from neaptide.gitplace import GitPlace
 from neaptide.model import Patch
-from neaptide.outcomes import Status
+from neaptide.outcomes import IN_FORCE, Status
 from neaptide.pins import DEFAULT_PIN, TargetLock, load_pin, pin_names
 from neaptide.places import Record, State, sha256
 from neaptide.session import Options, Session, Work
-
-_IN_FORCE = (Status.CLEAN, Status.MOVED, Status.DRIFT)
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Applied:
     @property
     def patches(self) -> list[str]:
         """Ids of the patches whose code is there."""
-        return [name for name, status in self.statuses.items() if status in _IN_FORCE]
+        return [name for name, status in self.statuses.items() if status in IN_FORCE]
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "folder": str(self.folder or ""), "patches": self.patches, "state": self.state.value}
@@ -144,7 +142,7 @@ def _lock_differences(lock: TargetLock | None, record: Record | None, statuses: 
     """What was recorded at applying against what the pin's lock holds."""
     if lock is None or record is None or not statuses:
         return []
-    rows = {row["id"].split("/")[-1]: row["digest"] for row in record.patches if statuses[row["id"]] in _IN_FORCE}
+    rows = {row["id"].split("/")[-1]: row["digest"] for row in record.patches if statuses[row["id"]] in IN_FORCE}
     found = [f"{name} is not applied" for name in lock.patches if name not in rows]
     found += [f"{name} is another than the lock's" for name, own in rows.items() if lock.patches.get(name) != own]
     files = [path for path, hashes in record.files.items() if hashes["after"] != lock.after.get(path)]

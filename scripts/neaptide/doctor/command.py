@@ -64,7 +64,7 @@ def look(session: Session, *, asked: bool, environment: Mapping[str, str]) -> Fa
     seen = probe(
         session.options.python,
         packages=[target.package for target in session.pin.targets.values()],
-        imports=[f"{kernels.package}.comm.pcie"] if kernels is not None else [],
+        imports=[f"{kernels.package}.comm.pcie.api"] if kernels is not None else [],
         symbols=wanted_symbols(folder) if folder is not None else [],
     )
     return Facts(

@@ -40,7 +40,7 @@ class Machine:
     Attributes:
         source: what named the devices, "" if nothing did.
         peers: whether every device can map every other; None if it cannot be told.
-        nvlink: whether some pair of the machine has it; None if it cannot be told.
+        nvlink: whether every pair has it, as vLLM asks; None if it cannot be told.
         links: between each pair, as ``nvidia-smi topo -m`` has them.
         why_not: why torch sees no device, for people.
     """
@@ -64,7 +64,13 @@ class Machine:
         """What lies between the devices, for people."""
         if len(self.devices) < 2:
             return "one device" if self.devices else "no device"
-        return f"{_BUS[self.nvlink]}, {_PEERS[self.peers]}"
+        bus = "NVLink between some" if self.some_nvlink and not self.nvlink else _BUS[self.nvlink]
+        return f"{bus}, {_PEERS[self.peers]}"
+
+    @property
+    def some_nvlink(self) -> bool:
+        """Whether some pair has it."""
+        return any(_is_nvlink(link) for row in self.links for link in row)
 
 
 def look_at_machine(seen: Probe, environment: Mapping[str, str] = os.environ) -> Machine:
@@ -74,6 +80,7 @@ def look_at_machine(seen: Probe, environment: Mapping[str, str] = os.environ) ->
     indices, smi = _visible(rows, environment.get("CUDA_VISIBLE_DEVICES"))
     devices = by_torch or smi
     shown = _between(links, indices)
+    every = range(len(shown))
     return Machine(
         devices=tuple(devices),
         source="torch" if by_torch else "nvidia-smi" if smi else "",
@@ -82,10 +89,14 @@ def look_at_machine(seen: Probe, environment: Mapping[str, str] = os.environ) ->
         torch=seen.torch.get("version", ""),
         torch_cuda=seen.torch.get("cuda", ""),
         peers=not seen.torch["peers_refused"] if by_torch else None,
-        nvlink=any(link.startswith("NV") for row in shown for link in row) if shown else None,
+        nvlink=all(_is_nvlink(shown[a][b]) for a in every for b in every if a != b) if shown else None,
         links=shown,
         why_not="" if by_torch else seen.torch["error"] or "torch sees none",
     )
+
+
+def _is_nvlink(link: str) -> bool:
+    return link.startswith("NV")
 
 
 def _torch_device(row: Mapping[str, Any]) -> Device:

@@ -70,6 +70,13 @@ def own_logits_policy(facts: Facts) -> Iterator[Reason]:
         yield no(f"in part: {policy.name} is {policy.value}, prefill only, and decode as upstream")
 
 
+def ledger_file(facts: Facts) -> Iterator[Reason]:
+    """Off by default, which is no finding."""
+    file = facts.switch("LEDGER_FILE")
+    if file.error or not file.value:
+        yield no(file.error or f"{file.name} is not set", mendable=bool(file.error))
+
+
 def split_bound(facts: Facts) -> Iterator[Reason]:
     bound = facts.switch("MLA_SPLITS_MB")
     if bound.error or bound.value == 0:
@@ -167,5 +174,5 @@ RULES: dict[str, Rule] = {
     "vllm/mla-profile-transients": _ON_CUDA,
     "vllm/mla-split-budget": Rule((split_bound, flash_attention_3, cuda)),
     "vllm/pcie-collectives": Rule((pcie,)),
-    "vllm/live-ledger": _ON_CUDA,
+    "vllm/live-ledger": Rule((ledger_file, cuda)),
 }

@@ -47,7 +47,6 @@ class Live(Struct, frozen=True, kw_only=True):
     pcie_held_bytes: int
     regions: list[LiveRegion]
     large_blocks: list[LargeBlock]
-    unnamed_blocks: list[LargeBlock]
 
     @property
     def findings(self) -> list[str]:
@@ -58,7 +57,9 @@ class Live(Struct, frozen=True, kw_only=True):
                 f"rank {self.rank}: {self.residue_bytes:,} B belong to no region: {self.residue_share:.1%} of what is "
                 f"not KV cache, wanted at most {MOST_RESIDUE:.0%}"
             )
-        return out + [f"rank {self.rank}: a block of {one.bytes:,} B without a name" for one in self.unnamed_blocks]
+        return out + [
+            f"rank {self.rank}: a block of {one.bytes:,} B without a name" for one in self.large_blocks if not one.named
+        ]
 
 
 def read_live(path: Path) -> Live:

@@ -15,8 +15,8 @@ from neaptide.output import Progress
 from neaptide.pins import TargetPin, load_lock, load_pin
 from neaptide.plan import plan_series
 from neaptide.rebase.planning import files_of
-from neaptide.rebase.sources import PackageFiles, sdist_files
 from neaptide.series import load_series
+from neaptide.sources import PackageFiles, sdist_files
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from neaptide.commands import Result
 from neaptide.disk import write_bytes
-from neaptide.errors import ExitCode, NeaptideError
+from neaptide.errors import ExitCode, NeaptideError, worst
 from neaptide.fetch import sdist_path
 from neaptide.output import Progress
 from neaptide.pins import DEFAULT_PIN, TargetPin
@@ -73,13 +73,10 @@ def run(args: argparse.Namespace, options: Options, progress: Progress) -> Resul
     if args.report is not None:
         write_bytes(args.report.resolve(), "\n".join(one.markdown for one in found).encode())
         progress.note(f"report: {args.report}")
-    code = max((one.code for one in found), default=ExitCode.DONE, key=_severity)
-    return code, {"releases": [{"asked": o.asked, "exit_code": int(o.code), "seconds": round(o.seconds, 3), **o.out}
-                               for o in found]}  # fmt: skip
-
-
-def _severity(code: ExitCode) -> int:
-    return [ExitCode.DONE, ExitCode.FINDINGS, ExitCode.DRIFT, ExitCode.UNVERIFIED, ExitCode.CONFLICT].index(code)
+    details = [
+        {"asked": one.asked, "exit_code": int(one.code), "seconds": round(one.seconds, 3), **one.out} for one in found
+    ]
+    return worst(one.code for one in found), {"releases": details}
 
 
 def _all(jobs: Sequence[tuple[str, str, TargetPin, Options]]) -> list[Checked]:

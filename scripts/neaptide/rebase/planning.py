@@ -16,9 +16,9 @@ from neaptide.outcomes import EditOutcome, Guards, Plan, Status, Subject
 from neaptide.output import Progress
 from neaptide.pins import TargetLock, TargetPin, load_lock, load_pin, pin_names
 from neaptide.plan import plan_series
-from neaptide.rebase.sources import PackageFiles, commit_files, sdist_files
 from neaptide.rebase.whereabouts import Finder, Whereabouts
 from neaptide.series import edits_for, requires_for
+from neaptide.sources import PackageFiles, commit_files, sdist_files
 
 
 @dataclass(frozen=True)

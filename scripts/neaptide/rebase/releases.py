@@ -83,10 +83,8 @@ def revision(asked: Asked, repo: Repo, like: TargetPin) -> TargetPin:
         ) from error  # fmt: skip
     package, prefix = _names_at(repo, commit, asked, like)
     version = declared_version(None, repo.blob(commit, "pyproject.toml")) or like.version
-    remotes = repo.text("remote").split()
-    url = repo.text("remote", "get-url", "origin") if "origin" in remotes else None
     return TargetPin(
-        version=version, package=package, prefix=prefix, repository=_without_login(url), commit=commit,
+        version=version, package=package, prefix=prefix, repository=repo.origin() or None, commit=commit,
         ref=asked.what if asked.what != commit else None,
     )  # fmt: skip
 
@@ -103,7 +101,3 @@ def _names_at(repo: Repo, commit: str, asked: Asked, like: TargetPin) -> tuple[s
         f"no package at {commit[:12]}", wanted=f"a folder {' or '.join(p for p, _ in known)} with __init__.py",
         todo="Check the checkout.", where=str(repo.top),
     )  # fmt: skip
-
-
-def _without_login(url: str | None) -> str | None:
-    return None if url is None else re.sub(r"^(\w+://)[^/@]*@", r"\1", url)

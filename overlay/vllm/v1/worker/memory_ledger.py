@@ -133,10 +133,9 @@ def _owners(worker: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     runner, seen = worker.model_runner, set[int]()
     for path, tensor in tensors_of(getattr(runner, "kv_caches", ()), "kv_caches", seen):
         yield "KV cache", path, tensor
-    for context in (worker.vllm_config.compilation_config.static_forward_context,):
-        for layer, module in context.items():
-            for path, tensor in tensors_of(getattr(module, "kv_cache", ()), f"{layer}.kv_cache", seen):
-                yield "KV cache", path, tensor
+    for layer, module in worker.vllm_config.compilation_config.static_forward_context.items():
+        for path, tensor in tensors_of(getattr(module, "kv_cache", ()), f"{layer}.kv_cache", seen):
+            yield "KV cache", path, tensor
     for path, tensor in tensors_of(getattr(workspace, "_manager", None), "workspace", seen):
         yield "workspace", path, tensor
     models = [runner.get_model(), *([draft] if (draft := _draft(runner)) is not None else [])]
@@ -227,7 +226,6 @@ def ledger(worker: Any) -> dict[str, Any]:
         "residue_share": residue / max(1, total - free - kv_bytes),
         "schema_version": SCHEMA_VERSION,
         "total_bytes": total,
-        "unnamed_blocks": [one for one in large if not one["named"]],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import tarfile
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,18 +55,6 @@ def commit_files(repo: Repo, commit: str, package: str, others: Collection[str])
         if data is not None:
             found[path] = data
     return _checked(found, package, f"{repo.top} at {commit[:12]}")
-
-
-def cached(load: Callable[[], PackageFiles]) -> Callable[[str], bytes | None]:
-    """A reader that loads on its first call."""
-    held: list[PackageFiles] = []
-
-    def read(path: str) -> bytes | None:
-        if not held:
-            held.append(load())
-        return held[0].read(path)
-
-    return read
 
 
 def _inside(name: str, package: str) -> str | None:
