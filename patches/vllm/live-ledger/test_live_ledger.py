@@ -138,6 +138,36 @@ def test_what_nobody_accounts_for_is_residue(device: Device, worker: Any) -> Non
     assert found["residue_share"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_blocks_that_are_missed_or_counted_twice_are_residue(forgotten: bool, device: Device, worker: Any) -> None:
+    """The allocator's total is not the sum of its blocks."""
+    device.add([(1 << 40, 40 * MIB, "active_allocated")])
+    device.free = TOTAL - device.reserved
+    worker.neaptide_marks = {"end": memory_ledger.reading(CPU)}
+    device.segments = [] if forgotten else 2 * device.segments
+    assert memory_ledger.ledger(worker)["residue_bytes"] == (40 if forgotten else -40) * MIB
+
+
+def test_the_shortest_path_counts() -> None:
+    """What a long way reaches just before its end is gone through from a short one."""
+    shared = [[torch.zeros(4)]]
+    way: Any = shared
+    for _ in range(memory_ledger.DEEP - 2):
+        way = [way]
+    found = list(memory_ledger.tensors_of([[shared], way], "root", set()))
+    assert [path for path, _ in found] == ["root[0][0][0][0]"]
+
+
+def test_what_lies_too_deep_is_found_from_elsewhere() -> None:
+    end = {"tensor": torch.zeros(4)}
+    way: Any = end
+    for _ in range(memory_ledger.DEEP):
+        way = [way]
+    seen: set[int] = set()
+    assert list(memory_ledger.tensors_of(way, "long", seen)) == []
+    assert [path for path, _ in memory_ledger.tensors_of(end, "short", seen)] == ["short[tensor]"]
+
+
 def test_memory_outside_of_torch_by_phase() -> None:
     marks = {
         "process": Reading(500, 0), "communicators": Reading(900, 100), "profile": Reading(2000, 1300),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -105,16 +106,23 @@ def blocks_in_use(device: torch.device) -> tuple[list[Block], dict[bool, int]]:
     return used, idle
 
 
-def tensors_of(root: Any, name: str, seen: set[int], depth: int = DEEP) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that can be reached from an object through attributes, mappings and sequences, with their paths."""
-    if id(root) in seen or depth < 0:
-        return
-    seen.add(id(root))
-    if isinstance(root, torch.Tensor):
-        yield name, root
-        return
-    for key, value in _parts(root):
-        yield from tensors_of(value, f"{name}{key}", seen, depth - 1)
+def tensors_of(root: Any, name: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that can be reached from an object through attributes, mappings and sequences, by the shortest path.
+
+    Args:
+        seen: ids of what was gone through before, by this call or others.
+    """
+    todo: deque[tuple[Any, str, int]] = deque([(root, name, 0)])
+    while todo:
+        value, path, depth = todo.popleft()
+        if id(value) in seen:
+            continue
+        if isinstance(value, torch.Tensor):
+            seen.add(id(value))
+            yield path, value
+        elif depth < DEEP:
+            seen.add(id(value))
+            todo.extend((part, f"{path}{key}", depth + 1) for key, part in _parts(value))
 
 
 def _parts(root: Any) -> Iterator[tuple[str, Any]]:
@@ -203,7 +211,12 @@ def outside(marks: Mapping[str, Reading]) -> dict[str, int]:
 
 
 def ledger(worker: Any) -> dict[str, Any]:
-    """The device of this rank: regions, free memory and residue, in bytes, which sum to the total."""
+    """The device of this rank: regions, free memory and residue, in bytes, which sum to the total.
+
+    The residue is what the driver says is used less the regions. Those in torch are counted block by block, those
+    outside by the allocator's own total at the last mark: so it holds what was missed or counted twice among the
+    blocks, and what came since. That a phase is called rightly it cannot say.
+    """
     device, marks = worker.device, worker.__dict__["neaptide_marks"]
     torch.cuda.synchronize(device)
     used, idle = blocks_in_use(device)
