@@ -1,7 +1,7 @@
 """The allocator of this machine's torch, operation by operation, against the simulator.
 
 Any CUDA device with 24 GiB free, and torch. A limit of 7 GiB that a workload sets and lifts stands for a full device.
-``python3 tests/gpu/allocator_child.py DIR`` writes the recordings without pytest; ``tests/unit/simulate_data`` has
+``python3 tests/gpu/allocator_child DIR`` writes the recordings without pytest; ``tests/unit/simulate_data`` has
 those of an H200 with torch 2.11.
 """
 
@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).with_name("allocator_child")))
 
-from allocator_child import GIB, NAMES, environment
 from neaptide.simulate.replay import first_difference, run_trace
 from neaptide.simulate.traces import read_trace
+from recorder import GIB
+from workloads import NAMES, environment
 
-CHILD = Path(__file__).with_name("allocator_child.py")
+CHILD = Path(__file__).with_name("allocator_child")
 FREE_BYTES = 24 * GIB
 
 
