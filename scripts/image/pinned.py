@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""What a pin says to an image build, with the standard library alone: ``requirements`` for pip, or ``labels``.
+"""What a pin says to an image build: ``requirements`` for pip, or ``labels``.
+
+With the standard library alone, for it runs before anything is installed.
 
     pinned.py requirements PIN     package==version of every target, one a line
     pinned.py labels PIN           io.neaptide.* labels of the pin and its lock, NAME=VALUE, one a line
@@ -59,7 +61,7 @@ def labels(name: str) -> dict[str, str]:
     patches = []
     for target, entry in sorted(targets.items()):
         lock = locked.get(target)
-        if lock is None or lock["artefact"].get("sha256") != entry.get("sha256"):
+        if lock is None or any(lock["artefact"].get(key) != entry.get(key) for key in ("sha256", "commit")):
             sys.exit(refusal(f"{path.name} is not of this {target}", "a lock of the pin", "Run `make locks`."))
         found[f"io.neaptide.tree.{target}"] = lock["tree_after"]
         patches += [f"{target}/{patch}" for patch in series(target) if patch in lock["patches"]]

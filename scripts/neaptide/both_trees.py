@@ -1,4 +1,4 @@
-"""Ask the code of a target, pristine and patched, in a child process each: what it would allocate, without a device."""
+"""A target, pristine and patched, made from its sdist; the code of each asked in a child process, without a device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,14 @@ from neaptide.archive import unpack
 from neaptide.bench.view import make_view
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.fetch import sdist_path
+from neaptide.outcomes import Subject
 from neaptide.output import Progress
-from neaptide.session import Options, Session
+from neaptide.pins import TargetPin, load_lock, load_pin
+from neaptide.plan import plan_series
+from neaptide.rebase.planning import files_of
+from neaptide.series import load_series
+from neaptide.session import Options
+from neaptide.sources import PackageFiles, sdist_files
 
 TARGET = "b12x"
 PINS = ("current", "r12")
@@ -29,6 +35,83 @@ def add_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--python", default=None, help="an interpreter that has torch (default: this one)")
 
 
+def check(options: Options, targets: Collection[str], command: str) -> None:
+    """Refuse a pin without this code, other targets, and a Python that is none.
+
+    Args:
+        targets: those that the command asks, all of them at once.
+    """
+
+    def refuse(found: str, wanted: str, todo: str) -> NeaptideError:
+        return NeaptideError(found, wanted=wanted, todo=todo, where=command)
+
+    if options.pin not in (None, *PINS):
+        raise refuse(f"pin {options.pin!r}", f"one of {', '.join(PINS)}", "Choose another --pin, or leave it out.")
+    if options.targets and set(options.targets) != set(targets):
+        raise refuse(f"target {', '.join(options.targets)}", " and ".join(sorted(targets)), "Leave --target out.")
+    if options.python is not None and not os.access(options.python, os.X_OK):
+        raise refuse(f"no program {options.python}", "a Python with torch", "Check the path.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One target of a pin.
+
+    Attributes:
+        archive: its sdist.
+        pristine: its modules.
+        changed: the files that the series changes or adds, by path inside the package.
+    """
+
+    artefact: TargetPin
+    archive: Path
+    pristine: PackageFiles
+    changed: Mapping[str, bytes]
+
+
+def read_source(root: Path, pin: str, target: str, progress: Progress) -> Source:
+    """Reads the sdist once, and plans the whole series on it in memory.
+
+    Raises:
+        NeaptideError: the series does not plan clean.
+    """
+    artefact, lock = load_pin(root, pin).targets[target], load_lock(root, pin).get(target)
+    archive, series = sdist_path(artefact, frozen=False, progress=progress), load_series(root, target)
+    files = sdist_files(archive, artefact.package, files_of(series))
+    guards = {patch: dict(edits) for patch, edits in lock.guards.items()} if lock is not None else {}
+    plan = plan_series(Subject(target, artefact.version, artefact.names, files.read, files.read, guards), series)
+    if plan.exit_code() is not ExitCode.DONE:
+        raise NeaptideError(
+            f"the series does not plan clean on {target} at {pin}", wanted="a series that `neaptide apply` takes",
+            todo="Run `neaptide apply --dry-run` with this pin.", code=plan.exit_code(),
+        )  # fmt: skip
+    return Source(artefact, archive, files, plan.files)
+
+
+def whole_trees(source: Source, folder: Path) -> tuple[Path, Path]:
+    """Two folders to put on a path: the package as released, and a patched view of it."""
+    tree = folder / "pristine"
+    unpack(source.archive, source.archive.name.removesuffix(".tar.gz"), tree)
+    return tree, make_view(tree / source.artefact.package, source.changed, folder / "patched").parent
+
+
+def module_trees(source: Source, modules: Mapping[str, str], folder: Path) -> tuple[Path, Path]:
+    """The same with some modules alone: names of packages to nothing but what is asked for.
+
+    Args:
+        modules: path inside the package by module name; those that a tree does not have are left out.
+    """
+    package = source.artefact.package
+    for name, changed in (("pristine", {}), ("patched", source.changed)):
+        for path in modules.values():
+            data = changed.get(path, source.pristine.read(path))
+            if data is not None:
+                place = folder / name / package / path
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(data)
+    return folder / "pristine", folder / "patched"
+
+
 @dataclass(frozen=True)
 class Question:
     """A child program ``CHILD SPEC RESULT``, what it is given, and the command that asks."""
@@ -37,42 +120,25 @@ class Question:
     spec: Any
     command: str
 
-    def refuse(self, found: str, wanted: str, todo: str) -> NeaptideError:
-        return NeaptideError(found, wanted=wanted, todo=todo, where=self.command)
-
-    def check(self, options: Options) -> None:
-        """Refuse a pin without this code, another target, and a Python that is none."""
-        if options.pin not in (None, *PINS):
-            raise self.refuse(f"pin {options.pin!r}", f"one of {', '.join(PINS)}", "Leave --pin out for both.")
-        if options.targets not in ((), (TARGET,)):
-            raise self.refuse(f"target {options.targets[0]!r}", TARGET, "Leave --target out.")
-        if options.python is not None and not os.access(options.python, os.X_OK):
-            raise self.refuse(f"no program {options.python}", "a Python with torch", "Check the path.")
-
     def asked(self, options: Options, progress: Progress) -> Iterator[tuple[str, Any, Any]]:
         """At the chosen pin, or at all: the pin, what upstream's code answers, and what the patched one does."""
-        self.check(options)
+        check(options, (TARGET,), self.command)
         for pin in [options.pin] if options.pin else PINS:
             yield (pin, *self.asked_at(pin, options, progress))
 
     def asked_at(self, pin: str, options: Options, progress: Progress) -> tuple[Any, Any]:
         """What upstream's code answers at a pin, and what the patched one does."""
-        session = Session(replace(options, pin=pin, targets=(TARGET,), dry_run=True), progress)
-        work = session.places(create=True)[0]
-        plan = session.plan(work, session.series(TARGET))
-        if plan.exit_code() is not ExitCode.DONE:
-            raise NeaptideError(
-                f"the series does not plan clean at {session.pin.name}", wanted="a series that `neaptide apply` takes",
-                todo="Run `neaptide apply --dry-run` with this pin.", code=plan.exit_code(),
-            )  # fmt: skip
+        source = read_source(options.root, pin, TARGET, progress)
         with tempfile.TemporaryDirectory(prefix="neaptide-trees-") as name:
-            source = sdist_path(work.artefact, frozen=False, progress=progress)
-            tree = Path(name) / "pristine"
-            unpack(source, source.name.removesuffix(".tar.gz"), tree)
-            view = make_view(tree / work.artefact.package, plan.files, Path(name) / "patched").parent
-            return self._answer(tree, options.python), self._answer(view, options.python)
+            pristine, patched = whole_trees(source, Path(name))
+            return self.answer(pristine, options.python), self.answer(patched, options.python)
 
-    def _answer(self, tree: Path, python: Path | None) -> Any:
+    def answer(self, tree: Path, python: Path | None) -> Any:
+        """What the code of one tree says.
+
+        Raises:
+            NeaptideError: a Python without torch, or without what the code imports.
+        """
         with tempfile.TemporaryDirectory(prefix="neaptide-trees-") as name:
             spec, result = Path(name) / "spec.json", Path(name) / "result.json"
             spec.write_text(json.dumps(self.spec))
@@ -84,9 +150,9 @@ class Question:
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
             if not result.is_file():
-                raise self.refuse(
+                raise NeaptideError(
                     f"sizes could not be computed: {(done.stderr.strip() or 'no output').splitlines()[-1]}",
-                    "a Python with torch and what b12x imports",
-                    "Name one with --python.",
-                )
+                    wanted="a Python with torch and what b12x imports", todo="Name one with --python.",
+                    where=self.command,
+                )  # fmt: skip
             return json.loads(result.read_text())

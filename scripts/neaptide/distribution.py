@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import subprocess
@@ -25,8 +26,12 @@ class Installation:
 
 def search_path(python: Path | None) -> list[str]:
     """Where distributions are looked for: this interpreter's path, or another one's."""
-    if python is None:
-        return sys.path
+    return sys.path if python is None else _path_of(python)
+
+
+# Every target and pin asks.
+@functools.cache
+def _path_of(python: Path) -> list[str]:
     code = "import json, sys; print(json.dumps(sys.path))"
     try:
         done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
@@ -66,12 +71,16 @@ def find_installation(artefact: TargetPin, python: Path | None) -> Installation 
     )
 
 
-def _check_version(version: str, artefact: TargetPin, where: str) -> None:
+def public_version(version: str) -> str:
+    """Without the local part behind ``+``; a version of another form as it is."""
     try:
-        public = Version(version).public
+        return Version(version).public
     except InvalidVersion:
-        public = version
-    if public != artefact.version:
+        return version
+
+
+def _check_version(version: str, artefact: TargetPin, where: str) -> None:
+    if public_version(version) != artefact.version:
         raise NeaptideError(
             f"version {version} is installed", wanted=f"{artefact.version}, which the pin names",
             todo="Install that version, or choose the pin that fits with --pin.", where=where,

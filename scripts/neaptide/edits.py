@@ -23,8 +23,10 @@ from neaptide.symbols import (
     site_guard,
     statement_at,
 )
-from neaptide.text import Source, Splice
+from neaptide.text import Source, Splice, parsed
 from neaptide.working import Part, WorkingFile
+
+_AROUND = ("inside", "follows", "precedes", "nthChild")
 
 
 @dataclass
@@ -47,9 +49,7 @@ class SeriesState:
 
 def _parsed(path: str, data: bytes) -> Source:
     try:
-        source = Source(data.decode("utf-8"))
-        _ = source.tree
-        return source
+        return parsed(data)
     except (SyntaxError, ValueError) as error:
         raise NeaptideError(
             f"Python {platform.python_version()} cannot parse it ({error})", wanted="a module in UTF-8 without a BOM",
@@ -170,7 +170,7 @@ def make_edit(series: SeriesState, patch: Patch, edit: Edit, allowed: set[str]) 
             raise Unplaceable(f"the rule has {len(matches)} matches after the edits of {writers}, wanted {edit.count}")
     found = splices(edit, source, symbol, matches, patch.folder)
     if edit.operation == "after":
-        found = [replace(s, start=at, end=at) for s in found for at in [working.after_ours(s.start)]]
+        found = [_after_ours(working, s, edit, symbol) for s in found]
     for splice in found:
         owners = working.owners_at(splice.start, splice.end) - allowed
         if owners:
@@ -179,16 +179,46 @@ def make_edit(series: SeriesState, patch: Patch, edit: Edit, allowed: set[str]) 
     try:
         working.apply(found, patch.name)
     except SyntaxError as error:
-        raise Unplaceable(f"the result does not parse ({error.msg}, line {error.lineno})") from error
+        # Without the line, which would be one of the part.
+        raise Unplaceable(f"the result does not parse ({error.msg})") from error
     if part is not None:
         file.part_changed()
     else:
         file.whole_changed()
 
 
+def _after_ours(working: Part, splice: Splice, edit: Edit, symbol: ast.AST) -> Splice:
+    """An insertion after a statement, behind those that earlier patches made there in the same block.
+
+    Theirs begin with the same new line and indentation; what stands there in another one is of a block around it.
+    """
+    source, at, lead = working.source, splice.start, splice.segments[0].text
+    limit = len(source.text) if edit.match is None else source.line_end(span_of(source, symbol)[1])
+    for item in working.owned:
+        text = source.text[item.start : item.end]
+        if item.start != at or not text.startswith(lead) or text[len(lead) : len(lead) + 1].isspace():
+            continue
+        if item.end > limit or source.line_end(item.end) != item.end:
+            raise Unplaceable(f"where the code ends that {item.patch} put there cannot be told")
+        at = item.end
+    return replace(splice, start=at, end=at)
+
+
 def _part(file: WorkingFile, edit: Edit) -> Part | None:
-    """The definition that an edit stays inside; None for one that is about the module, or replaces a symbol whole."""
-    return None if edit.symbol == MODULE or _whole_symbol(edit) else file.part_of(edit.symbol)
+    """The definition that an edit stays inside.
+
+    None for one that is about the module, that replaces a symbol whole, or whose rules look around what they match.
+    """
+    if edit.symbol == MODULE or _whole_symbol(edit) or _looks_around([edit.match, *edit.expectations]):
+        return None
+    return file.part_of(edit.symbol)
+
+
+def _looks_around(rule: object) -> bool:
+    """Whether a rule, or one of several, asks for what stands around its hits: perhaps around the symbol, too."""
+    if isinstance(rule, dict):
+        return any(key in _AROUND or _looks_around(value) for key, value in rule.items())
+    return isinstance(rule, list) and any(map(_looks_around, rule))
 
 
 def _whole_symbol(edit: Edit) -> bool:

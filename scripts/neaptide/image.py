@@ -6,26 +6,21 @@ and compares what it finds with the pin and lock out here.
 
 from __future__ import annotations
 
-import base64
-import csv
 import hashlib
 import json
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from neaptide import commands
 from neaptide.commands import Result
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.installed import InstalledPlace
-from neaptide.outcomes import Status
 from neaptide.pins import TargetLock, lock_path
-from neaptide.places import sha256
+from neaptide.places import bytes_of, sha256, unlocked_patches
+from neaptide.recordfile import RecordFile
 from neaptide.session import Session, Work
-
-_IN_FORCE = {Status.CLEAN.value, Status.MOVED.value, Status.DRIFT.value}
 
 
 def verify(session: Session, ref: str | None) -> Result:
@@ -50,10 +45,11 @@ def lock_sha256(session: Session) -> str:
 
 
 def _lock(session: Session, target: str) -> TargetLock:
-    lock = session.locks.get(target)
-    if lock is None:
+    lock, artefact = session.locks.get(target), session.pin.targets[target]
+    if lock is None or (lock.artefact.sha256, lock.artefact.commit) != (artefact.sha256, artefact.commit):
+        found = "says nothing of" if lock is None else "was made for another artefact of"
         raise NeaptideError(
-            f"the pin's lock says nothing of {target}", wanted="a lock of all targets",
+            f"the pin's lock {found} {target}", wanted="a lock of all targets of the pin",
             todo=f"Run `neaptide pins --lock {session.pin.name}`.",
         )  # fmt: skip
     return lock
@@ -73,7 +69,8 @@ def verify_frozen(session: Session) -> Result:
     code, out = commands.verify_places(session)
     problems = [f"{target}: {why}" for target, why in session.skipped.items()]
     for work in session.places(create=False):
-        files = {path: sha256(_bytes(work, path)) for path in sorted(_locked_files(work))}
+        package = work.place.package_parent() / work.artefact.package
+        files = {path: sha256(bytes_of(package / path)) for path in sorted(_locked_files(work))}
         found = [*_unlocked(work), *_differing(work.artefact.package, files, _locked_files(work))]
         if isinstance(work.place, InstalledPlace):
             found += _unrecorded(work.place, known=files)
@@ -90,21 +87,12 @@ def _locked_files(work: Work) -> Mapping[str, str]:
     return work.lock.after if work.lock is not None else {}
 
 
-def _bytes(work: Work, path: str) -> bytes | None:
-    file = work.place.package_parent() / work.artefact.package / path
-    return file.read_bytes() if file.is_file() else None
-
-
 def _unlocked(work: Work) -> list[str]:
     """Where the record of what was applied is not the lock's."""
     record, lock = work.place.record(), work.lock
     if lock is None:
         return ["the pin's lock says nothing of this target"]
-    if record is None:
-        return []
-    applied = {p["id"].split("/")[-1]: p["digest"] for p in record.patches if p.get("status") in _IN_FORCE}
-    names = sorted({*applied, *lock.patches})
-    return [f"patch {n} is not as the lock has it" for n in names if applied.get(n) != lock.patches.get(n)]
+    return [f"patch {line}" for line in unlocked_patches(record, lock.patches)] if record is not None else []
 
 
 def _differing(package: str, files: Mapping[str, str | None], wanted: Mapping[str, str]) -> list[str]:
@@ -113,21 +101,16 @@ def _differing(package: str, files: Mapping[str, str | None], wanted: Mapping[st
 
 
 def _unrecorded(place: InstalledPlace, known: Iterable[str]) -> list[str]:
-    """Files of a distribution that are not as its RECORD has them, but for those that the lock speaks of."""
-    skipped = {f"{place.artefact.package}/{path}" for path in known}
-    with open(place.info / "RECORD", encoding="utf-8", newline="") as handle:
-        rows = [row for row in csv.reader(handle) if len(row) == 3 and row[1] and row[0] not in skipped]
-    return [f"{name} is not as RECORD has it" for name, digest, _ in rows if not _has(place.site / name, digest)]
-
-
-def _has(path: Path, recorded: str) -> bool:
-    """Whether a file has a hash as RECORD writes it, ``sha256=`` and unpadded URL-safe base64."""
-    how, _, value = recorded.partition("=")
-    if not path.is_file():
-        return False
-    with open(path, "rb") as handle:
-        found = hashlib.file_digest(handle, how).digest()
-    return base64.urlsafe_b64encode(found).rstrip(b"=").decode() == value
+    """Files that are not as RECORD has them, but for those that the lock speaks of; and files of the package that it
+    does not name, but for bytecode.
+    """
+    rows = RecordFile((place.info / "RECORD").read_bytes())
+    locked = {f"{place.artefact.package}/{path}" for path in known}
+    checked = [(name, rows.problem(name, place.site / name)) for name in rows.names() if name not in locked]
+    there = (path for path in sorted(place.package.rglob("*")) if path.is_symlink() or not path.is_dir())
+    names = (path.relative_to(place.site) for path in there)
+    new = {path.as_posix() for path in names if "__pycache__" not in path.parts} - {*rows.names()}
+    return [f"{name} {why}" for name, why in checked if why] + [f"{name} is not in RECORD" for name in sorted(new)]
 
 
 # Outside

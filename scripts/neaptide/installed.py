@@ -24,6 +24,7 @@ from neaptide.places import (
     Accepted,
     Record,
     State,
+    bytes_of,
     file_hashes,
     load_record,
     patch_rows,
@@ -80,8 +81,7 @@ class InstalledPlace:
         return [p for p, value in sorted(wanted.items()) if sha256(self._current(p)) != value]
 
     def _current(self, path: str) -> bytes | None:
-        file = self.package / path
-        return file.read_bytes() if file.is_file() else None
+        return bytes_of(self.package / path)
 
     def read(self, path: str) -> bytes | None:
         """Pristine bytes: the kept original of a file that the series touches, else the file itself."""

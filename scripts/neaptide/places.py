@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from neaptide import __version__, jsonfile
-from neaptide.outcomes import Plan, Reader, drift_key
+from neaptide.outcomes import IN_FORCE, Plan, Reader, drift_key
 
 LOCK_NAME = "neaptide.lock.json"
 Accepted = frozenset[tuple[str, str, str]]
@@ -82,6 +82,11 @@ def load_record(path: Path) -> Record | None:
     return jsonfile.read(path, Record.from_dict) if path.is_file() else None
 
 
+def bytes_of(file: Path) -> bytes | None:
+    """The bytes of a file; None where there is none."""
+    return file.read_bytes() if file.is_file() else None
+
+
 def sha256(data: bytes | None) -> str | None:
     return None if data is None else hashlib.sha256(data).hexdigest()
 
@@ -95,6 +100,13 @@ def file_hashes(plan: Plan) -> dict[str, dict[str, str | None]]:
 
 def patch_rows(plan: Plan) -> list[dict[str, str]]:
     return [{"digest": p.patch.digest, "id": p.patch.id, "status": p.status.value} for p in plan.patches]
+
+
+def unlocked_patches(record: Record, locked: Mapping[str, str]) -> list[str]:
+    """Where the patches of a record that are in force are not a lock's, which has digests by patch: a line each."""
+    own = {row["id"].split("/")[-1]: row["digest"] for row in record.patches if row.get("status") in IN_FORCE}
+    found = [f"{name} is not applied" for name in locked if name not in own]
+    return found + [f"{name} is another than the lock's" for name, digest in own.items() if locked.get(name) != digest]
 
 
 def accepted_in(plan: Plan, patches: Sequence[str], known: Accepted) -> Accepted:

@@ -6,7 +6,7 @@ import difflib
 import gc
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -66,13 +66,8 @@ def _plan_patch(series: SeriesState, patch: Patch) -> PatchPlan:
         if outcome.status is not Status.CONFLICT
     }
     outcomes += [_plan_requirement(series, patch, anchor) for anchor in requires_for(patch, subject.version)]
-    keys: Counter[str] = Counter()
     changed: set[str] = set()
-    for edit in edits_for(patch, subject.version):
-        edit = expand_edit(edit, dict(subject.names))
-        base = f"{edit.file}::{edit.symbol}::{edit.operation.rstrip('_')}"
-        keys[base] += 1
-        key = base if keys[base] == 1 else f"{base}#{keys[base]}"
+    for key, edit in keyed_edits(patch, subject.version, subject.names):
         outcome = _plan_edit(series, patch, edit, key)
         outcomes.append(outcome)
         if outcome.status is not Status.CONFLICT:
@@ -82,6 +77,16 @@ def _plan_patch(series: SeriesState, patch: Patch) -> PatchPlan:
         files[path] = series.working[path].source.text.encode("utf-8")
     status = max((o.status for o in outcomes), key=WORST_LAST.index)
     return PatchPlan(patch, status, tuple(outcomes), files)
+
+
+def keyed_edits(patch: Patch, version: str, names: Mapping[str, str]) -> Iterator[tuple[str, Edit]]:
+    """The edits of a patch for a version, ``names`` filled in, each with the key that its outcome and guard have."""
+    seen: Counter[str] = Counter()
+    for given in edits_for(patch, version):
+        edit = expand_edit(given, dict(names))
+        base = f"{edit.file}::{edit.symbol}::{edit.operation.rstrip('_')}"
+        seen[base] += 1
+        yield (base if seen[base] == 1 else f"{base}#{seen[base]}"), edit
 
 
 def _holds(series: SeriesState, patch: Patch, condition: Condition) -> bool:

@@ -14,7 +14,7 @@ def plan_dict(plan: Plan, accepted: Accepted) -> dict[str, Any]:
         "patches": [
             {
                 "detail": p.detail,
-                "edits": [_edit_dict(o, accepted) for o in p.outcomes],
+                "edits": [edit_dict(o, accepted) for o in p.outcomes],
                 "id": p.patch.id,
                 "status": p.status.value,
             }
@@ -24,7 +24,8 @@ def plan_dict(plan: Plan, accepted: Accepted) -> dict[str, Any]:
     }
 
 
-def _edit_dict(outcome: EditOutcome, accepted: Accepted) -> dict[str, Any]:
+def edit_dict(outcome: EditOutcome, accepted: Accepted) -> dict[str, Any]:
+    """One edit as JSON."""
     out: dict[str, Any] = {
         "detail": outcome.detail,
         "file": outcome.file,
@@ -39,15 +40,19 @@ def _edit_dict(outcome: EditOutcome, accepted: Accepted) -> dict[str, Any]:
     return out
 
 
-def show_plan(plan: Plan, label: str, accepted: Accepted, progress: Progress) -> None:
-    """Every patch on a line; every edit that is not clean with its reason and upstream's change."""
+def patch_rows(plan: Plan) -> list[list[str]]:
+    """Outcome, name and detail of every patch, as people read them."""
     rows = []
     for patch in plan.patches:
-        edits = sum(o.status is not Status.CONFLICT for o in patch.outcomes)
-        rows.append(
-            [patch.status.value, patch.patch.id, patch.detail or f"{edits} of {len(patch.outcomes)} edits placed"]
-        )
-    progress.table(label, ("outcome", "patch", ""), rows)
+        placed = sum(o.status is not Status.CONFLICT for o in patch.outcomes)
+        text = patch.detail or f"{placed} of {len(patch.outcomes)} edits placed"
+        rows.append([patch.status.value, patch.patch.id, text])
+    return rows
+
+
+def show_plan(plan: Plan, label: str, accepted: Accepted, progress: Progress) -> None:
+    """Every patch on a line; every edit that is not clean with its reason and upstream's change."""
+    progress.table(label, ("outcome", "patch", ""), patch_rows(plan))
     shown: set[str] = set()
     for outcome in plan.outcomes:
         if outcome.status is Status.CLEAN:

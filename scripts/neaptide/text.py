@@ -37,14 +37,19 @@ class Splice:
 
 
 class Source:
-    """Immutable view of a Python text with conversions between ``ast`` and code-point positions."""
+    """Immutable view of a Python text with conversions between ``ast`` and code-point positions.
 
-    def __init__(self, text: str) -> None:
+    Args:
+        newline: what ends the lines of new text; without it that of the first line.
+    """
+
+    def __init__(self, text: str, newline: str = "") -> None:
         self.text = text
         self.lines = [m.group() for m in _LINE.finditer(text) if m.group()]
         self.starts = [0]
         for line in self.lines:
             self.starts.append(self.starts[-1] + len(line))
+        self.newline = newline or ("\r\n" if self.lines and self.lines[0].endswith("\r\n") else "\n")
         self._tree: ast.Module | None = None
         self._root: SgNode | None = None
 
@@ -54,10 +59,6 @@ class Source:
         if self._tree is None:
             self._tree = ast.parse(self.text)
         return self._tree
-
-    @property
-    def newline(self) -> str:
-        return "\r\n" if self.lines and self.lines[0].endswith("\r\n") else "\n"
 
     @property
     def root(self) -> SgNode:
@@ -94,9 +95,20 @@ class Source:
         line = self.lines[self.line_of(offset)]
         return line[: len(line) - len(line.lstrip(" \t"))]
 
+    def line_end(self, offset: int) -> int:
+        """The end of the line that holds ``offset``, before its newline."""
+        return offset + len(self.rest_of_line(offset).rstrip("\r\n"))
+
     def rest_of_line(self, offset: int) -> str:
         line = self.line_of(offset)
         return self.text[offset : self.starts[line + 1]]
+
+
+def parsed(data: bytes) -> Source:
+    """A module's text; raises SyntaxError or ValueError where it is no Python, or no UTF-8."""
+    source = Source(data.decode("utf-8"))
+    _ = source.tree
+    return source
 
 
 def string_lines(text: str) -> set[int]:

@@ -49,13 +49,6 @@ class Part:
         last = {o.patch for o in self.owned if o.start < end <= o.end}
         return first | last if first and last else set()
 
-    def after_ours(self, offset: int) -> int:
-        """Past the text that patches put at ``offset``, so that a second insertion follows the first."""
-        for item in self.owned:
-            if item.start == offset:
-                offset = item.end
-        return offset
-
     def apply(self, splices: Iterable[Splice], patch: str) -> None:
         """Apply splices given in offsets of the current text; raises SyntaxError if the result does not parse."""
         text, owned = self.source.text, list(self.owned)
@@ -63,7 +56,7 @@ class Part:
             kept = _kept(owned, splice, text)
             text = text[: splice.start] + splice.text + text[splice.end :]
             owned = _shifted(owned, splice) + kept + _owned_by(splice, patch)
-        source = Source(text)
+        source = Source(text, self.source.newline)
         _ = source.tree
         self.source, self.owned = source, sorted(owned, key=lambda o: (o.start, o.end))
 
@@ -72,6 +65,7 @@ class WorkingFile:
     """One file: whole, and cut at its functions and methods, whichever an edit needs."""
 
     def __init__(self, source: Source) -> None:
+        self._newline = source.newline
         self._whole: Part | None = Part(source)
         self._pieces: list[_Piece] = []
         self._by_name: dict[str, Part] = {}
@@ -86,7 +80,7 @@ class WorkingFile:
                 owned += [Owned(o.start - skip + at, o.end - skip + at, o.patch) for o in piece.part.owned]
                 texts.append(text[skip:])
                 at += len(text) - skip
-            self._whole = Part(Source("".join(texts)), owned)
+            self._whole = Part(Source("".join(texts), self._newline), owned)
         return self._whole
 
     @property
@@ -113,7 +107,7 @@ class WorkingFile:
     def _cut(self) -> None:
         whole, at = self.whole, 0
         for name, frame, node in _functions(whole.source.tree, whole.source.newline):
-            span = _whole_lines(whole.source, node)
+            span = _whole_lines(whole, node)
             if span is None or span[0] < at:
                 continue
             self._pieces.append(_Piece("", _cut_out(whole, at, span[0], "")))
@@ -146,12 +140,17 @@ def _functions(tree: ast.Module, newline: str) -> Iterator[tuple[str, str, ast.s
                 yield f"{node.name}.{child.name}", f"class {node.name}:{newline}", child
 
 
-def _whole_lines(source: Source, node: ast.AST) -> tuple[int, int] | None:
-    """The lines of a definition; None where it shares one with something else."""
+def _whole_lines(whole: Part, node: ast.AST) -> tuple[int, int] | None:
+    """The lines of a definition, and of what patches put at their end; None where it shares one with something else."""
+    source = whole.source
     low, high = source.span(node)
     start, end = source.starts[source.line_of(low)], source.starts[source.line_of(max(low, high - 1)) + 1]
-    alone = not source.text[start:low].strip() and not source.text[high:end].strip()
-    return (start, end) if alone else None
+    if source.text[start:low].strip() or source.text[high:end].strip():
+        return None
+    for item in whole.owned:
+        if item.start < end < item.end:
+            end = source.starts[source.line_of(item.end - 1) + 1]
+    return start, end
 
 
 def _cut_out(whole: Part, start: int, end: int, frame: str) -> Part:
@@ -161,7 +160,7 @@ def _cut_out(whole: Part, start: int, end: int, frame: str) -> Part:
         for o in whole.owned
         if o.start < end and start < o.end
     ]
-    return Part(Source(frame + whole.source.text[start:end]), owned)
+    return Part(Source(frame + whole.source.text[start:end], whole.source.newline), owned)
 
 
 def _shifted(owned: Sequence[Owned], splice: Splice) -> list[Owned]:
@@ -181,11 +180,15 @@ def _shifted(owned: Sequence[Owned], splice: Splice) -> list[Owned]:
 
 
 def _owned_by(splice: Splice, patch: str) -> list[Owned]:
-    out, at = [], splice.start
+    """The new text of a splice, in one range from one captured piece to the next."""
+    out: list[Owned] = []
+    at = splice.start
     for segment in splice.segments:
+        end = at + len(segment.text)
         if segment.text and segment.origin is None:
-            out.append(Owned(at, at + len(segment.text), patch))
-        at += len(segment.text)
+            start = out.pop().start if out and out[-1].end == at else at
+            out.append(Owned(start, end, patch))
+        at = end
     return out
 
 

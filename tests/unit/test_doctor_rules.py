@@ -7,68 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neaptide.doctor.applied import Applied
-from neaptide.doctor.facts import Facts
-from neaptide.doctor.machine import Device, Machine
-from neaptide.doctor.overlay_code import CHOICE, SWITCHES, read_switches, run_module
+from doctor_facts import FOUR, HOPPER, SERIES, changed, facts, rows, without
+from neaptide.doctor.machine import Machine
 from neaptide.doctor.probe import Probe
 from neaptide.doctor.rules import RULES, Answer
-from neaptide.doctor.savings import Saving, judge_all
-from neaptide.model import Patch
-from neaptide.pins import load_pin
+from neaptide.doctor.savings import judge_all
 from neaptide.places import State
-from neaptide.series import applies_to, load_series
+from neaptide.series import applies_to
 
-ROOT = Path(__file__).resolve().parents[2]
-SERIES: list[Patch] = [patch for target in ("b12x", "vllm") for patch in load_series(ROOT, target)]
-DECLARED = run_module(ROOT / "overlay" / "vllm" / SWITCHES)
-CHOSEN = run_module(ROOT / "overlay" / "vllm" / CHOICE)
-BLACKWELL = Device(0, "RTX PRO 6000", (12, 0), 96 << 30, False)
-FOUR = Machine(tuple(replace(BLACKWELL, index=i) for i in range(4)), "torch", peers=True, nvlink=False)
-HOPPER = Machine((replace(BLACKWELL, capability=(9, 0), name="H200"),), "torch", peers=True, nvlink=False)
 YES, NO, UNKNOWN = Answer.YES, Answer.NO, Answer.UNKNOWN
 PCIE_ON = {"VLLM_NEAPTIDE_PCIE_COLLECTIVES": "auto"}
 POOLS = (
     "b12x/oneshot-rank-data", "b12x/channel-pool", "b12x/exact-slabs", "b12x/oneshot-rank-order",
     "vllm/disposable-captures",
 )  # fmt: skip
-
-
-def facts(pin: str = "current", environment: dict[str, str] | None = None, **changes: Any) -> Facts:
-    """A machine of four Blackwells with the whole series of a pin applied to what is imported, or with ``changes``."""
-    targets = load_pin(ROOT, pin).targets
-    environment = environment or {}
-    applied = {
-        name: Applied(
-            name, one.package, one.version, f"{name} in site", Path(f"/site/{one.package}"), State.APPLIED,
-            {p.id: "clean" for p in SERIES if p.target == name and applies_to(p, one.version)}, locked=True,
-        )
-        for name, one in targets.items()
-    }  # fmt: skip
-    packages = {one.package: {"folder": f"/site/{one.package}", "version": one.version} for one in targets.values()}
-    whole = Facts(
-        pin=pin, applied=applied, switches=read_switches(DECLARED, environment), declared=DECLARED, choice=CHOSEN,
-        environment=environment, machine=FOUR, probe=Probe({}, packages=packages, imports={"b12x.comm.pcie.api": ""}),
-    )  # fmt: skip
-    return replace(whole, **changes)
-
-
-def rows(found: Facts) -> dict[str, Saving]:
-    series = [patch for patch in SERIES if patch.target in found.applied]
-    return {row.patch: row for row in judge_all(series, found)}
-
-
-def changed(name: str, whole: Facts | None = None, **changes: Any) -> Facts:
-    """The same with a target changed."""
-    whole = whole or facts()
-    return replace(whole, applied={**whole.applied, name: replace(whole.applied[name], **changes)})
-
-
-def without(whole: Facts, patch: str) -> Facts:
-    """The same with a patch not applied."""
-    name = patch.split("/")[0]
-    statuses = {one: status for one, status in whole.applied[name].statuses.items() if one != patch}
-    return changed(name, whole, statuses=statuses)
 
 
 def test_every_patch_of_both_series_has_a_rule() -> None:
@@ -111,7 +63,8 @@ def test_what_needs_a_device_cannot_be_told_without_one(patch: str) -> None:
     row = rows(facts(environment=PCIE_ON, machine=Machine()))[patch]
     if patch == "vllm/neaptide-switches":
         assert row.in_force is YES
-    elif patch == "vllm/indexer-prefill-wide-keys":
+    elif patch in ("vllm/indexer-prefill-wide-keys", "vllm/live-ledger"):
+        # Not for this pin; not asked for.
         assert (row.in_force, row.finding) == (NO, False)
     else:
         assert (row.in_force, row.finding) == (UNKNOWN, True)
@@ -156,6 +109,25 @@ def test_switches_take_a_saving_away(patch: str, environment: dict[str, str], sa
     row = rows(facts(environment=environment))[patch]
     assert (row.in_force, row.finding) == (NO, True)
     assert says in row.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "devices", "answer", "finding", "says"),
+    [
+        (None, True, NO, False, "VLLM_NEAPTIDE_LEDGER_FILE is not set"),
+        ("", True, NO, False, "VLLM_NEAPTIDE_LEDGER_FILE is not set"),
+        ("ledger", True, YES, False, ""),
+        ("nowhere/ledger", True, NO, True, "wanted a file in a folder that exists; make"),
+        ("ledger", False, UNKNOWN, True, "no CUDA device"),
+    ],
+)
+def test_the_live_ledger_is_for_those_who_ask(
+    tmp_path: Path, file: str | None, devices: bool, answer: Answer, finding: bool, says: str
+) -> None:
+    environment = {} if file is None else {"VLLM_NEAPTIDE_LEDGER_FILE": file and str(tmp_path / file)}
+    row = rows(facts(environment=environment, machine=FOUR if devices else Machine()))["vllm/live-ledger"]
+    assert (row.in_force, row.finding) == (answer, finding)
+    assert says in "; ".join(row.reasons)
 
 
 @pytest.mark.parametrize(("value", "answer"), [("0", NO), ("x", NO), ("256", YES)])

@@ -15,7 +15,7 @@ import pytest
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.output import Progress
 from neaptide.simulate import command, view
-from neaptide.simulate.ladders import POLICIES, Ladder, ladder_trace, overlay_sizes, parse_ladder
+from neaptide.simulate.ladders import POLICIES, Ladder, Launches, ladder_trace, overlay_sizes, parse_ladder
 from neaptide.simulate.replay import Run, run_trace
 from neaptide.simulate.settings import GIB, MIB, Settings, parse_settings
 from neaptide.simulate.traces import Trace, read_trace
@@ -198,14 +198,26 @@ def test_a_broken_file_is_a_clear_error(tmp_path: Path) -> None:
         read_trace(path)
 
 
+def launches_of(ladder: Ladder, policy: str, sizes: Any) -> int:
+    """Launches of a ladder, and that its trace allocates each once beside the blocks that it caches first."""
+    made = Launches.under(policy, ladder, sizes)
+    count = ladder.layers * sum(len(list(made.of_chunk(*chunk))) for chunk in ladder.chunks())
+    trace, _ = ladder_trace(ladder, policy, sizes)
+    allocs = sum(operation[0] == "alloc" for operation in trace.operations)
+    assert allocs == (1 + len(made.cached)) * count
+    assert bool(made.cached) == (policy == "constant-bytes")
+    return count
+
+
 def test_the_ladder_that_was_measured() -> None:
     """H200, the real kernel: 512 MB in the first chunk, 2,054 after it, 7 cudaMallocs, 90 launches."""
     sizes = overlay_sizes(ROOT / "overlay")
     rows = {}
     for policy in POLICIES:
-        trace, first = ladder_trace(Ladder(8192, 98304, 102400), policy, sizes)
+        ladder = Ladder(8192, 98304, 102400)
+        trace, first = ladder_trace(ladder, policy, sizes)
         rows[policy] = view.summary(run_trace(trace), first, None)
-        rows[policy]["launches"] = sum(operation[0] == "alloc" for operation in trace.operations)
+        rows[policy]["launches"] = launches_of(ladder, policy, sizes)
     got = {
         policy: tuple(
             row[key] // (MIB if key.endswith("bytes") else 1)
@@ -226,8 +238,7 @@ def test_the_ladder_that_was_measured() -> None:
 def test_launches_are_as_many_as_were_measured(chunk: int, total: int, columns: int, launches: tuple[int, ...]) -> None:
     sizes = overlay_sizes(ROOT / "overlay")
     for policy, expected in zip(("upstream", "constant-bytes", "fixed-width"), launches, strict=True):
-        trace, _ = ladder_trace(Ladder(chunk, total, columns), policy, sizes)
-        assert sum(operation[0] == "alloc" for operation in trace.operations) == expected, policy
+        assert launches_of(Ladder(chunk, total, columns), policy, sizes) == expected, policy
 
 
 def test_bf16_logits_have_a_copy_beside_them() -> None:

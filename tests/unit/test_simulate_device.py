@@ -1,4 +1,4 @@
-"""The simulator against recordings of a device (``tests/gpu/allocator_child.py``: H200, torch 2.11): every step equal.
+"""The simulator against recordings of a device (``tests/gpu/allocator_child``: H200, torch 2.11): every step equal.
 
 Compared after each operation: reserved and allocated bytes, segments, driver allocations, the address of what was
 allocated and whether memory ran out. Addresses of segments come from the recording, those inside them do not.

@@ -58,14 +58,14 @@ def test_a_python_without_what_it_takes_is_an_error(tmp_path: Path) -> None:
     """There is no b12x on the path."""
     question = Question(command.CHILD, as_spec(), "slabs")
     with pytest.raises(NeaptideError, match=r"sizes could not be computed.*wanted a Python with torch"):
-        question._answer(tmp_path, Path(sys.executable))
+        question.answer(tmp_path, Path(sys.executable))
 
 
 @pytest.mark.parametrize(
     ("options", "found"),
     [
         ({"pin": "sparkinfer-de04"}, "pin 'sparkinfer-de04'; wanted one of current, r12"),
-        ({"targets": ("vllm",)}, "target 'vllm'; wanted b12x"),
+        ({"targets": ("vllm",)}, "target vllm; wanted b12x"),
         ({"python": Path("/nowhere/python")}, "no program /nowhere/python; wanted a Python with torch"),
     ],
 )

@@ -118,15 +118,24 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     plot_bytes(panels, "engine step", "reserved, GiB", path)
 
 
-def plot_bytes(panels: Mapping[str, Sequence[tuple[str, Sequence[int]]]], along: str, what: str, path: Path) -> None:
-    """One panel a title, one line a label; every third line is dotted, so that equal ones are both seen."""
+def figure_of(width: float, height: float) -> Any:
+    """An empty figure of inches.
+
+    Raises:
+        NeaptideError: without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise NeaptideError(
             "matplotlib is not installed", wanted="it for --plot", todo="pip install 'neaptide[bench]'.", where="--plot"
         ) from error
-    figure = Figure(figsize=(9, 3 * max(1, len(panels))), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plot_bytes(panels: Mapping[str, Sequence[tuple[str, Sequence[int]]]], along: str, what: str, path: Path) -> None:
+    """One panel a title, one line a label; every third line is dotted, so that equal ones are both seen."""
+    figure = figure_of(9, 3 * max(1, len(panels)))
     for place, (title, lines) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(len(panels), 1, place)
         for number, (label, series) in enumerate(lines):

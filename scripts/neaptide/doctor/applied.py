@@ -8,15 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
-from neaptide.distribution import search_path
+from neaptide.distribution import public_version, search_path
 from neaptide.errors import NeaptideError
 from neaptide.gitplace import GitPlace
 from neaptide.model import Patch
 from neaptide.outcomes import IN_FORCE, Status
 from neaptide.pins import DEFAULT_PIN, TargetLock, load_pin, pin_names
-from neaptide.places import Record, State, sha256
+from neaptide.places import Record, State, bytes_of, sha256, unlocked_patches
 from neaptide.session import Options, Session, Work
 
 
@@ -72,16 +70,9 @@ def _installed_pin(options: Options) -> str:
     names = sorted(pin_names(options.root), key=lambda name: (name != DEFAULT_PIN, name))
     for name in names:
         for artefact in load_pin(options.root, name).targets.values():
-            if any(_public(version) == artefact.version for version in _versions(options, artefact.package)):
+            if any(public_version(version) == artefact.version for version in _versions(options, artefact.package)):
                 return name
     return DEFAULT_PIN
-
-
-def _public(version: str) -> str:
-    try:
-        return Version(version).public
-    except InvalidVersion:
-        return version
 
 
 def look_at_target(session: Session, target: str, *, asked: bool) -> Applied:
@@ -125,25 +116,19 @@ def _look_at(work: Work, series: Sequence[Patch]) -> Applied:
     return Applied(
         target=place.target, package=work.artefact.package, version=work.artefact.version, place=place.label,
         folder=package, state=state, statuses=statuses, altered=tuple(sorted(altered)), stale=tuple(stale),
-        lock=tuple(_lock_differences(work.lock, record, statuses)), locked=work.lock is not None,
+        lock=tuple(_lock_differences(work.lock, record if statuses else None)), locked=work.lock is not None,
     )  # fmt: skip
 
 
 def _altered(package: Path, record: Record) -> list[str]:
     """Files of the record whose bytes are no longer those that were written."""
-    return [path for path, hashes in record.files.items() if sha256(_bytes(package / path)) != hashes["after"]]
+    return [path for path, hashes in record.files.items() if sha256(bytes_of(package / path)) != hashes["after"]]
 
 
-def _bytes(file: Path) -> bytes | None:
-    return file.read_bytes() if file.is_file() else None
-
-
-def _lock_differences(lock: TargetLock | None, record: Record | None, statuses: Mapping[str, str]) -> list[str]:
+def _lock_differences(lock: TargetLock | None, record: Record | None) -> list[str]:
     """What was recorded at applying against what the pin's lock holds."""
-    if lock is None or record is None or not statuses:
+    if lock is None or record is None:
         return []
-    rows = {row["id"].split("/")[-1]: row["digest"] for row in record.patches if statuses[row["id"]] in IN_FORCE}
-    found = [f"{name} is not applied" for name in lock.patches if name not in rows]
-    found += [f"{name} is another than the lock's" for name, own in rows.items() if lock.patches.get(name) != own]
+    found = unlocked_patches(record, lock.patches)
     files = [path for path, hashes in record.files.items() if hashes["after"] != lock.after.get(path)]
     return found or [f"{path} is another than the lock's" for path in files]

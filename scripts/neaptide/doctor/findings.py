@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from neaptide.doctor.applied import Applied
 from neaptide.doctor.facts import Facts
+from neaptide.doctor.machine import MIB
 from neaptide.doctor.overlay_code import undeclared
 from neaptide.doctor.surroundings import LEAST_SHM_BYTES
 from neaptide.errors import ExitCode
 from neaptide.places import State
 
-MIB = 1 << 20
 Finding = tuple[str, str]
 
 

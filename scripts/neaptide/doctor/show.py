@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from neaptide.doctor.facts import Facts
 from neaptide.doctor.findings import Finding
+from neaptide.doctor.machine import MIB
 from neaptide.doctor.savings import Saving
 from neaptide.output import Progress
-
-MIB = 1 << 20
 
 
 def show(facts: Facts, savings: Sequence[Saving], found: Sequence[Finding], progress: Progress) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-MIB = 1 << 20
 # Of the first IPC and PID namespaces of a machine (Linux, include/linux/proc_ns.h).
 _FIRST = {"ipc": 0xEFFFFFFF, "pid": 0xEFFFFFFC}
 _MARKS = ("/.dockerenv", "/run/.containerenv")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from neaptide.both_trees import Question
+from neaptide.both_trees import Question, module_trees, read_source, whole_trees
 from neaptide.ledger.profiles import Profile
-from neaptide.ledger.trees import module_trees, read_source, whole_trees
 from neaptide.ledger.vllm_modules import MODULES
 from neaptide.output import Progress
 from neaptide.plans.cases import PlanCase
 from neaptide.session import Options
+from neaptide.simulate.ladders import overlay_sizes
 from neaptide.slabs.cases import Dma, Exchange, Oneshot
 
 FOLDER = Path(__file__).parent
@@ -30,16 +30,12 @@ class Answers:
     overlay: dict[str, Any]
 
 
-class Asked(Question):
-    """A question whose trees are at hand."""
+def b12x_spec(profile: Profile, sizes: Any) -> dict[str, Any]:
+    """Shapes of a profile for ``b12x_child``.
 
-    def start(self, trees: Sequence[Path], options: Options, pool: ThreadPoolExecutor) -> list[Future[Any]]:
-        """Asks the trees, each in a child process of its own."""
-        return [pool.submit(self._answer, tree, options.python) for tree in trees]
-
-
-def b12x_spec(profile: Profile) -> dict[str, Any]:
-    """Shapes of a profile for ``b12x_child``."""
+    Args:
+        sizes: the overlay's module that counts the rows of a decode step.
+    """
     world, dcp = profile.tensor_parallel, profile.decode_context_parallel
     exchange = Exchange(
         dcp, profile.exchange_rows, profile.exchanged_heads, profile.kv_lora_rank, profile.query_head_dim
@@ -49,18 +45,19 @@ def b12x_spec(profile: Profile) -> dict[str, Any]:
         "oneshot": asdict(Oneshot(world, profile.oneshot_kib << 10)) if world > 1 else None,
         "dma": asdict(Dma(world, profile.widest_all_reduce, profile.ring_wire_mode)) if world > 1 else None,
     }
-    decode = PlanCase("decode", profile.decode_rows, profile.max_model_len, sms=profile.multiprocessors)
+    rows = sizes.max_decode_rows(profile.max_num_seqs, profile.max_num_batched_tokens, profile.speculative_tokens)
+    own: dict[str, Any] = {"heads": profile.index_heads, "page": profile.page_size, "topk": profile.index_topk}
     budget = profile.indexer_plan_budget_mib
-    prefill = PlanCase("prefill", profile.max_num_batched_tokens, profile.max_model_len, budget_mib=budget)
-    # More rows than the fused route takes, one plan for every rank of a deployment: a tiled plan needs no device.
-    tiled = PlanCase("decode", max(profile.largest_capture_rows, 1), profile.max_model_len, sms=profile.multiprocessors)
+    prefill = PlanCase("prefill", profile.max_num_batched_tokens, profile.max_model_len, budget_mib=budget, **own)
+    # Captures have more rows than the fused route takes: a tiled plan, the same for every rank, needs no device.
+    decode, tiled = (
+        PlanCase("decode", count, profile.max_model_len, sms=profile.multiprocessors, **own)
+        for count in (rows, max(profile.largest_capture_rows, 1))
+    )
     cases = {"decode": decode, "captures": tiled, "prefill": prefill}
     return {
         "channels": shapes,
-        "plans": {
-            "heads": profile.index_heads, "page": profile.page_size, "topk": profile.index_topk,
-            "cases": {name: asdict(case) for name, case in cases.items()},
-        },
+        "plans": {name: asdict(case) for name, case in cases.items()},
         "direct": {
             "rows": profile.largest_capture_rows, "pages": profile.max_model_len // profile.page_size,
             "page": profile.page_size, "heads": profile.index_heads, "head_dim": profile.index_head_dim,
@@ -74,17 +71,19 @@ def ask(profiles: Sequence[Profile], pin: str, options: Options, progress: Progr
     Raises:
         NeaptideError: a series that does not plan clean, or a Python that cannot compute sizes.
     """
-    overlay = str(options.root / "overlay")
-    b12x = Asked(FOLDER / "b12x_child.py", [b12x_spec(profile) for profile in profiles], COMMAND)
-    told = {"profiles": [profile.for_child() for profile in profiles], "overlay": overlay}
-    vllm = Asked(FOLDER / "vllm_child.py", told, COMMAND)
+    overlay = options.root / "overlay"
+    sizes = overlay_sizes(overlay)
+    b12x = Question(FOLDER / "b12x_child.py", [b12x_spec(profile, sizes) for profile in profiles], COMMAND)
+    told = {"profiles": [profile.for_child() for profile in profiles], "overlay": str(overlay)}
+    vllm = Question(FOLDER / "vllm_child.py", told, COMMAND)
     with tempfile.TemporaryDirectory(prefix="neaptide-ledger-") as name, ThreadPoolExecutor(4) as pool:
         folder = Path(name)
         # The children of b12x, which take longest, run while vLLM is planned.
         source = read_source(options.root, pin, "b12x", progress)
-        of_b12x = b12x.start(whole_trees(source, folder / "b12x"), options, pool)
+        of_b12x = [pool.submit(b12x.answer, tree, options.python) for tree in whole_trees(source, folder / "b12x")]
         source = read_source(options.root, pin, "vllm", progress)
-        of_vllm = vllm.start(module_trees(source, MODULES, folder / "vllm"), options, pool)
+        trees = module_trees(source, MODULES, folder / "vllm")
+        of_vllm = [pool.submit(vllm.answer, tree, options.python) for tree in trees]
         sides = [[one.result() for one in asked] for asked in (of_vllm, of_b12x)]
     by_target = [[Answers(*pair) for pair in zip(*two, strict=True)] for two in sides]
     return list(zip(*by_target, strict=True))

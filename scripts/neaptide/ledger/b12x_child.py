@@ -5,6 +5,7 @@ The programs of ``neaptide slabs`` and ``neaptide plans`` compute it, in one pro
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import sys
@@ -22,6 +23,7 @@ import torch
 vars(torch)["_dynamo"] = SimpleNamespace(disable=lambda function: function)
 
 
+@functools.cache
 def program(command: str) -> Any:
     """The child program of another command."""
     path = Path(__file__).resolve().parents[1] / command / "child.py"
@@ -42,10 +44,12 @@ def channels(spec: dict[str, Any]) -> dict[str, Any]:
 
 def plans(spec: dict[str, Any]) -> dict[str, Any]:
     """The plan of each case, by name."""
-    child = program("plans")
-    child.HEADS, child.PAGE = spec["heads"], spec["page"]
-    child.TOPK = dict.fromkeys(child.TOPK, spec["topk"])
-    return {name: child.row(case) for name, case in spec["cases"].items()}
+    return {name: program("plans").row(case) for name, case in spec.items()}
+
+
+def indexer() -> str:
+    """The package of the indexer, which was renamed."""
+    return str(program("plans").module("scratch").__name__.split(".")[-2])
 
 
 class Allocated(Exception):
@@ -119,6 +123,7 @@ def answer_to(spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "channels": channels(spec["channels"]),
         "plans": plans(spec["plans"]),
+        "indexer": indexer(),
         "direct_bytes": direct(spec["direct"]) if spec["direct"]["rows"] else 0,
     }
 

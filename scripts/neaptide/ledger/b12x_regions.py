@@ -13,6 +13,8 @@ from neaptide.ledger.regions import Lifetime, Region, Term
 EXCHANGE, ONESHOT, RING = (f"b12x/comm/pcie/{name}.py" for name in ("pcie_dcp_a2a", "pcie_oneshot", "pcie_dma"))
 SCRATCH = "b12x/attention/{indexer}/scratch.py"
 CALLER = "vllm/pcie-collectives"
+# In place of the size of a plan that there is not.
+REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -150,22 +152,22 @@ def ring(profile: Profile, up: Mapping[str, int], ours: Mapping[str, int], reach
 def indexer(profile: Profile, answers: Answers, reach: Reach) -> Iterator[Region]:
     """The arena of the indexer's plans, its parts, and what calls take beside it."""
     up, ours = answers.upstream["plans"], answers.overlay["plans"]
-    owner = SCRATCH.format(indexer="dsa_indexer")
+    owner = SCRATCH.format(indexer=answers.upstream["indexer"])
     patches = ("b12x/indexer-regions", "b12x/indexer-plan-budget")
     why = reach.why if reach.fork else "not reached: no vLLM calls b12x's indexer, a fork's engine does"
-    largest = [max(_size(side[case]) for case in ("decode", "captures", "prefill")) for side in (up, ours)]
     arena = "indexer arena"
+    whole = [_largest(side) for side in (up, ours)]
+    unknown = ", and one is refused" if None in whole else ""
     yield Region(
-        arena, owner, patches, largest[0], largest[1], Lifetime.PROCESS, Term.ACTIVATION, Term.ACTIVATION,
-        f"the largest plan of it; {why}", reached=reach.fork,
+        arena, owner, patches, whole[0], whole[1], Lifetime.PROCESS, Term.ACTIVATION, Term.ACTIVATION,
+        f"the largest plan of it{unknown}; {why}", reached=reach.fork, missing=REFUSED,
     )  # fmt: skip
     for case, what in (("prefill", "prefill plan"), ("decode", "decode plan"), ("captures", "plan of the captures")):
         rows = ours[case]["case"]["rows"]
-        refused = up[case].get("none") or ours[case].get("none")
         yield Region(
             f"{what}, {rows:,} rows", owner, patches, up[case].get("nbytes"), ours[case].get("nbytes"),
-            Lifetime.PROCESS, Term.ACTIVATION, Term.ACTIVATION, refused or f"route {ours[case]['route']}",
-            reached=reach.fork, part_of=arena,
+            Lifetime.PROCESS, Term.ACTIVATION, Term.ACTIVATION, _refusals(up[case], ours[case])
+            or f"route {ours[case]['route']}", reached=reach.fork, part_of=arena, missing=REFUSED,
         )  # fmt: skip
     for name, label in (
         ("tile_logits", "tile logits"), ("topk_values", "top-k values"), ("topk_indices", "top-k indices"),
@@ -174,16 +176,17 @@ def indexer(profile: Profile, answers: Answers, reach: Reach) -> Iterator[Region
         yield Region(
             f"prefill plan, {label}", owner, patches, _region(up["prefill"], name), _region(ours["prefill"], name),
             Lifetime.PROCESS, Term.ACTIVATION, Term.ACTIVATION, "FP32 scores and selections of a plan's rows",
-            reached=reach.fork, part_of=arena,
+            reached=reach.fork, part_of=arena, missing=REFUSED,
         )  # fmt: skip
     for case, what in (("decode", "decode"), ("captures", "captures")):
-        beside = [side[case].get("transient_bytes", 0) for side in (up, ours)]
-        step = beside[0] * profile.index_layers
+        beside = [side[case].get("transient_bytes") for side in (up, ours)]
+        step = (beside[0] or 0) * profile.index_layers
         yield Region(
             f"fold beside the plan, {what}, {ours[case]['case']['rows']:,} rows", owner.replace("scratch", "paged"),
             ("b12x/indexer-regions",), beside[0], beside[1], Lifetime.CALL, Term.NONE, Term.NONE,
             f"in each of {profile.index_layers} layers of an eager step: {step:,} B" if step
-            else "the fold is in the plan, or off", reached=reach.fork and case == "decode",
+            else _refusals(up[case], ours[case]) or "the fold is in the plan, or off",
+            reached=reach.fork and case == "decode", missing=REFUSED,
         )  # fmt: skip
     direct = profile.largest_capture_rows * profile.max_model_len
     both = [side["direct_bytes"] for side in (answers.upstream, answers.overlay)]
@@ -195,9 +198,20 @@ def indexer(profile: Profile, answers: Answers, reach: Reach) -> Iterator[Region
     )  # fmt: skip
 
 
-def _size(plan: Mapping[str, Any]) -> int:
-    return int(plan.get("nbytes", 0))
+def _largest(plans: Mapping[str, Mapping[str, Any]]) -> int | None:
+    """Bytes of the largest plan; None where one was refused."""
+    refused = any("none" in plan for plan in plans.values())
+    return None if refused else max(int(plan["nbytes"]) for plan in plans.values())
 
 
-def _region(plan: Mapping[str, Any], name: str) -> int:
-    return sum(region["nbytes"] for region in plan.get("regions", ()) if region["name"] == name)
+def _refusals(up: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Why a plan was refused, upstream or by the overlay; "" if it was not."""
+    sides = [(side, plan["none"]) for side, plan in (("upstream", up), ("overlay", ours)) if "none" in plan]
+    return "; ".join(f"refused, {side}: {why}" for side, why in sides)
+
+
+def _region(plan: Mapping[str, Any], name: str) -> int | None:
+    """Bytes of a plan's region; None where the plan was refused."""
+    if "none" in plan:
+        return None
+    return sum(int(region["nbytes"]) for region in plan["regions"] if region["name"] == name)

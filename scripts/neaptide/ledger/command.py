@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from neaptide.both_trees import PINS
+from neaptide.both_trees import check
 from neaptide.errors import ExitCode, NeaptideError
-from neaptide.ledger.asking import Answers, ask
+from neaptide.ledger.asking import COMMAND, Answers, ask
 from neaptide.ledger.b12x_regions import CALLER, b12x_regions, reach_of
 from neaptide.ledger.live import run_live
 from neaptide.ledger.profiles import Profile, load_profile
 from neaptide.ledger.regions import Region, by_lifetime, by_term, check_sums, total
-from neaptide.ledger.show import plot, show, write_csv
+from neaptide.ledger.show import findings, plot, show, write_csv
 from neaptide.ledger.vllm_regions import OPS, vllm_regions
 from neaptide.model import Patch
 from neaptide.output import Progress
@@ -41,16 +40,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, options: Options, progress: Progress) -> tuple[ExitCode, dict[str, Any]]:
-    """Asks both trees, and shows and writes what they say; or shows what an engine wrote."""
+    """Asks both trees, and shows and writes what they say; or shows what an engine wrote.
+
+    Returns:
+        ``FINDINGS`` if a region has one, such as launches that find no memory.
+    """
     if (args.profile is None) == (not args.live):
         raise NeaptideError(
             "a profile and --live" if args.live else "no profile", wanted="a profile, or --live FILE...",
-            todo="For example: neaptide ledger turnkey.", where="ledger",
+            todo="For example: neaptide ledger turnkey.", where=COMMAND,
         )  # fmt: skip
     if args.live:
         return run_live(args.live, progress)
     profile = load_profile(options.root, args.profile, args.changes)
-    pin = _checked(options)
+    check(options, ("b12x", "vllm"), COMMAND)
+    pin = options.pin or DEFAULT_PIN
     (answers,) = ask([profile], pin, options, progress)
     found = ledger(profile, pin, options, answers)
     title = f"{profile.name} at {pin}: one rank"
@@ -59,20 +63,7 @@ def run(args: argparse.Namespace, options: Options, progress: Progress) -> tuple
         write_csv([region.as_dict() for region in found], args.csv)
     if args.plot is not None:
         plot(title, found, args.plot)
-    return ExitCode.DONE, as_json(profile, pin, found)
-
-
-def _checked(options: Options) -> str:
-    pin = options.pin or DEFAULT_PIN
-    if pin not in PINS:
-        raise NeaptideError(f"pin {pin!r}", wanted=f"one of {', '.join(PINS)}", todo="Check --pin.", where="--pin")
-    if options.targets:
-        raise NeaptideError("--target", wanted="both targets", todo="Leave it out.", where="ledger")
-    if options.python is not None and not os.access(options.python, os.X_OK):
-        raise NeaptideError(
-            f"no program {options.python}", wanted="a Python with torch", todo="Check the path.", where="--python"
-        )
-    return pin
+    return ExitCode.FINDINGS if findings(found) else ExitCode.DONE, as_json(profile, pin, found)
 
 
 def ledger(profile: Profile, pin: str, options: Options, answers: tuple[Answers, Answers]) -> list[Region]:
@@ -85,14 +76,14 @@ def ledger(profile: Profile, pin: str, options: Options, answers: tuple[Answers,
         *(without_op(region) if profile.engine == "fork" and region.owner in OPS else region for region in of_op),
         *b12x_regions(profile, of_b12x, reach_of(profile, CALLER in known)),
     ]
-    regions = [replace(region, patches=tuple(name for name in region.patches if name in known)) for region in found]
+    regions = [replace(one.counted, patches=tuple(name for name in one.patches if name in known)) for one in found]
     check_sums(regions)
     return regions
 
 
 def without_op(region: Region) -> Region:
     """A region of vLLM's own indexer in an engine that scores with b12x's."""
-    return replace(region, reached=False, note="not reached: the fork scores with b12x's indexer")
+    return replace(region, reached=False, finding="", note="not reached: the fork scores with b12x's indexer")
 
 
 def applied_patches(root: Path, pin: str) -> list[Patch]:
@@ -107,6 +98,7 @@ def as_json(profile: Profile, pin: str, regions: Sequence[Region]) -> dict[str, 
     return {
         "profile": profile.for_child(),
         "pin": pin,
+        "findings": findings(regions),
         "regions": [region.as_dict() for region in regions],
         "sums": {
             "all": total(regions).as_dict(kv),

@@ -91,11 +91,6 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.prefill_chunk_tokens or self.max_num_batched_tokens
 
     @property
-    def decode_rows(self) -> int:
-        """Most rows of a decode step."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens) * (1 + self.speculative_tokens)
-
-    @property
     def widest_all_reduce(self) -> int:
         """Bytes that the ring is made for: the hidden states of a whole batch, if nothing else is said."""
         return self.ring_bytes or self.max_num_batched_tokens * self.hidden_size * self.element_bytes

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 
 class Lifetime(StrEnum):
-    """How long a region is held: for the profile run, by captured graphs, for a call, or until the process ends."""
+    """How long a region is held: by captured graphs, for a call, or until the process ends."""
 
-    PROFILE = "profile"
     CAPTURE = "capture"
     CALL = "call"
     PROCESS = "process"
@@ -20,7 +19,6 @@ class Lifetime(StrEnum):
 class Term(StrEnum):
     """The term of vLLM's budget in which a region is counted when the KV cache is sized."""
 
-    WEIGHTS = "weights"
     ACTIVATION = "peak activation"
     GRAPHS = "graph estimate"
     NON_TORCH = "non-torch"
@@ -34,11 +32,13 @@ class Region:
     Attributes:
         owner: the module that allocates it.
         patches: those that change it.
-        upstream_bytes, overlay_bytes: None where no size can be computed without a device.
+        upstream_bytes, overlay_bytes: None where there is no size: it takes a device, or a planner refused.
         upstream_term, overlay_term: where each side's is counted.
         reached: whether this pin's engine, as the profile has it, gets there.
         part_of: the region whose bytes these are; "" for one of its own.
         note: what the numbers rest on; why it is not reached, or which command measures it.
+        missing: what stands in place of a size that is None.
+        finding: what somebody should look into; "" for nothing.
     """
 
     name: str
@@ -52,15 +52,33 @@ class Region:
     note: str
     reached: bool = True
     part_of: str = ""
+    missing: str = "device"
+    finding: str = ""
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Upstream's bytes less the overlay's; None unless both are known."""
+        if self.upstream_bytes is None or self.overlay_bytes is None:
+            return None
+        return self.upstream_bytes - self.overlay_bytes
 
     @property
     def computed(self) -> bool:
-        return self.upstream_bytes is not None and self.overlay_bytes is not None
+        return self.saved_bytes is not None
 
     @property
     def summed(self) -> bool:
         """Whether it is in the sums: reached, of a known size, and in no other region."""
         return self.reached and self.computed and not self.part_of
+
+    @property
+    def counted(self) -> Region:
+        """The same, with no term on a side that has no bytes."""
+        return replace(
+            self,
+            upstream_term=Term.NONE if self.upstream_bytes == 0 else self.upstream_term,
+            overlay_term=Term.NONE if self.overlay_bytes == 0 else self.overlay_term,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "patches": list(self.patches), "summed": self.summed}
@@ -113,8 +131,7 @@ def check_sums(regions: Sequence[Region]) -> None:
     """Refuse a ledger whose parts do not make its totals.
 
     Raises:
-        AssertionError: two regions of one name, a part of nothing, parts that are more than their region, or
-            groups that are not the total.
+        AssertionError: two regions of one name, a part of nothing, or parts that are more than their region.
     """
     names = [region.name for region in regions]
     assert len(set(names)) == len(names), f"two regions of one name among {names}"
@@ -126,7 +143,3 @@ def check_sums(regions: Sequence[Region]) -> None:
         for side in ("upstream_bytes", "overlay_bytes"):
             whole, most = getattr(known[name], side), max(getattr(part, side) or 0 for part in parts)
             assert whole is None or most <= whole, f"a part of {name} is larger than it: {most} of {whole}"
-    for groups in (by_lifetime(regions), by_term(regions)):
-        for side in ("upstream_bytes", "overlay_bytes"):
-            parts_sum, whole = sum(getattr(one, side) for one in groups.values()), getattr(total(regions), side)
-            assert parts_sum == whole, f"{side}: groups of {sorted(groups)} make {parts_sum}, the total is {whole}"

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from neaptide.bench.results import MIB, headed_table
-from neaptide.errors import NeaptideError
+from neaptide.bench.results import MIB, figure_of, headed_table
 from neaptide.ledger.regions import Region, Sum, by_lifetime, by_term, kv_tokens, total
 from neaptide.output import Progress
 
@@ -17,14 +16,14 @@ SUM_COLUMNS = ("sum", "upstream, MiB", "overlay, MiB", "saved", "KV tokens")
 NOTE_COLUMNS = ("region", "owner", "note")
 
 
-def mib(value: int | None) -> str:
-    return "device" if value is None else f"{value / MIB:,.2f}"
+def mib(value: int | None, missing: str = "") -> str:
+    return missing if value is None else f"{value / MIB:,.2f}"
 
 
 def region_row(region: Region) -> list[str]:
     terms = dict.fromkeys((region.upstream_term.value, region.overlay_term.value))
-    saved = mib(region.upstream_bytes - region.overlay_bytes) if _both(region) else ""  # type: ignore[operator]
-    sizes = [mib(region.upstream_bytes), mib(region.overlay_bytes), saved]
+    sizes = [*(mib(size, region.missing) for size in (region.upstream_bytes, region.overlay_bytes)),
+             mib(region.saved_bytes)]  # fmt: skip
     if not region.summed:
         # What is in no sum stands in brackets.
         sizes = [f"({size})" if size else "" for size in sizes]
@@ -32,10 +31,6 @@ def region_row(region: Region) -> list[str]:
         f"- {region.name}" if region.part_of else region.name, *sizes, region.lifetime.value, " / ".join(terms),
         "yes" if region.reached else "no", " ".join(region.patches),
     ]  # fmt: skip
-
-
-def _both(region: Region) -> bool:
-    return region.upstream_bytes is not None and region.overlay_bytes is not None
 
 
 def sum_rows(regions: Sequence[Region], kv_bytes: int) -> list[list[str]]:
@@ -57,6 +52,13 @@ def show(title: str, regions: Sequence[Region], kv_bytes: int, progress: Progres
     left = [region.name for region in regions if not region.computed]
     if left:
         progress.note(f"not computed, and in no sum: {', '.join(left)}")
+    for text in findings(regions):
+        progress.note(text)
+
+
+def findings(regions: Sequence[Region]) -> list[str]:
+    """What somebody should look into."""
+    return [region.finding for region in regions if region.finding]
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -74,13 +76,7 @@ def plot(title: str, regions: Sequence[Region], path: Path) -> None:
     Raises:
         NeaptideError: without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise NeaptideError(
-            "matplotlib is not installed", wanted="it for --plot", todo="pip install 'neaptide[bench]'.", where="--plot"
-        ) from error
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = figure_of(9, 6)
     axes = figure.add_subplot()
     bottom = [0.0, 0.0]
     for number, region in enumerate(region for region in regions if region.summed):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neaptide.ledger.asking import Answers
-from neaptide.ledger.kept import prefill_logits
+from neaptide.ledger.kept import Logits, prefill_logits
 from neaptide.ledger.profiles import Profile
 from neaptide.ledger.regions import Lifetime, Region, Term
 
@@ -28,7 +28,7 @@ def vllm_regions(profile: Profile, answers: Answers, logits_patch: str) -> Itera
     yield from prefill(profile, answers, logits_patch)
     yield from decode(profile, answers, logits_patch)
     yield from attention(profile, answers)
-    yield from measured()
+    yield from measured(profile)
 
 
 def _op(profile: Profile) -> str:
@@ -60,14 +60,15 @@ def prefill(profile: Profile, answers: Answers, patch: str) -> Iterator[Region]:
     margin = profile.margin_mib << 20
     limits = [margin + room if margin else None for room in reserved]
     up, ours = (prefill_logits(side, limit) for side, limit in zip(sides, limits, strict=True))
-    counts = [sum(map(len, side["chunks"])) for side in sides]
+    launches = [[logits for chunk in side["chunks"] for logits, _ in chunk] for side in sides]
     owner = _op(profile)
     bound = f"within {profile.margin_mib:,} MiB beside the profile's" if margin else "with no bound"
     yield Region(
         "prefill logits, one launch", owner, (patch,), up.launch_bytes, ours.launch_bytes, Lifetime.CALL,
-        Term.ACTIVATION, Term.ACTIVATION,
-        f"{counts[0]:,} launches upstream, {counts[1]:,} ours, a layer; at most {sides[0]['columns']:,} columns; "
-        f"the profile reserves {reserved[0]:,} B, {reserved[1]:,} ours",
+        _fits(up.launch_bytes, reserved[0]), _fits(ours.launch_bytes, reserved[1]),
+        f"at the fullest moment; {len(launches[0]):,} launches upstream, {len(launches[1]):,} ours, a layer, of at "
+        f"most {max(launches[0]):,} B, {max(launches[1]):,} ours; at most {sides[0]['columns']:,} columns; the profile "
+        f"reserves {reserved[0]:,} B, {reserved[1]:,} ours",
     )  # fmt: skip
     yield Region(
         "prefill logits, FP32 copy", owner, (patch,), up.copy_bytes, ours.copy_bytes, Lifetime.CALL,
@@ -86,7 +87,20 @@ def prefill(profile: Profile, answers: Answers, patch: str) -> Iterator[Region]:
         Term.NONE, Term.NONE,
         f"segments beyond these after one prompt of {profile.max_model_len:,} tokens in chunks of "
         f"{profile.chunk_tokens:,}, simulated {bound}; {up.device_allocs} cudaMallocs upstream, "
-        f"{ours.device_allocs} ours; launches without memory: {up.failed} upstream, {ours.failed} ours",
+        f"{ours.device_allocs} ours",
+    )  # fmt: skip
+    if up.failed or ours.failed:
+        yield without_memory(owner, patch, up, ours, bound)
+
+
+def without_memory(owner: str, patch: str, up: Logits, ours: Logits, bound: str) -> Region:
+    """Launches for which there is no memory: what they ask for is nowhere, and so in no sum."""
+    name = "prefill logits, launches without memory"
+    failed = f"{up.failed:,} upstream, {ours.failed:,} ours"
+    return Region(
+        name, owner, (patch,), up.wanted_bytes, ours.wanted_bytes, Lifetime.CALL, Term.NONE, Term.NONE,
+        f"the most that one of these asks for, {bound}: {failed}; the rows above are of a run that goes on without",
+        reached=False, finding=f"{name}: {failed}, {bound}; an engine ends at the first",
     )  # fmt: skip
 
 
@@ -142,13 +156,14 @@ def attention(profile: Profile, answers: Answers) -> Iterator[Region]:
     )  # fmt: skip
 
 
-def measured() -> Iterator[Region]:
+def measured(profile: Profile) -> Iterator[Region]:
     """What no arithmetic gives."""
-    for name, owner, command in (
-        ("graph estimate", "vllm/v1/worker/gpu/cudagraph_utils.py", "neaptide bench engine --scenario graphs-v2-full"),
-        ("buffers of the attention builders", "vllm/v1/attention/backends", "neaptide bench engine"),
+    runner = "gpu_model_runner.py" if profile.runner == "v1" else "gpu/cudagraph_utils.py"
+    for name, owner in (
+        ("graph estimate", f"vllm/v1/worker/{runner}"),
+        ("buffers of the attention builders", "vllm/v1/attention/backends"),
     ):
         yield Region(
             name, owner, ("vllm/graph-estimate",), None, None, Lifetime.CAPTURE, Term.GRAPHS, Term.GRAPHS,
-            f"needs a device: {command}",
+            f"needs a device: neaptide bench engine --scenario graphs-{profile.runner}-full",
         )  # fmt: skip

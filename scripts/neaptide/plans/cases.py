@@ -13,6 +13,9 @@ class PlanCase:
     Attributes:
         sms: multiprocessors of the device. A planner on a CPU takes 1; an RTX 6000 Pro Blackwell has 188.
         budget_mib: what the plan may take; 0 for no budget. Upstream has none, and plans without.
+        heads: of the indexer.
+        page: tokens of a page of its cache.
+        topk: keys that a row keeps.
     """
 
     mode: str
@@ -21,6 +24,9 @@ class PlanCase:
     keys: str = "fp8"
     sms: int = 1
     budget_mib: int = 0
+    heads: int = 32
+    page: int = 64
+    topk: int = 2048
 
     @property
     def name(self) -> str:
@@ -30,10 +36,11 @@ class PlanCase:
 
 
 TOKENS = (65536, 524288, 1 << 20)
+TOPK = {"fp8": 2048, "mxfp4": 512}
 DECODE = (4, 16, 17, 48, 64)
 PREFILL = (256, 512, 1024, 2048, 3072, 4096)
 _WITHOUT_BUDGET = tuple(
-    PlanCase(mode, rows, tokens, keys, sms)
+    PlanCase(mode, rows, tokens, keys, sms, topk=TOPK[keys])
     for keys in ("fp8", "mxfp4")
     for mode, counts in (("decode", DECODE), ("prefill", PREFILL))
     for tokens in TOKENS
@@ -43,7 +50,11 @@ _WITHOUT_BUDGET = tuple(
 CASES = (
     *_WITHOUT_BUDGET,
     *(PlanCase("prefill", rows, tokens, budget_mib=192) for tokens in TOKENS for rows in (3072, 4096)),
-    *(PlanCase("prefill", rows, tokens, "mxfp4", budget_mib=1024) for tokens in TOKENS for rows in (3072, 4096)),
+    *(
+        PlanCase("prefill", rows, tokens, "mxfp4", budget_mib=1024, topk=TOPK["mxfp4"])
+        for tokens in TOKENS
+        for rows in (3072, 4096)
+    ),
 )
 
 

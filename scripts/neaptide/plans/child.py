@@ -14,9 +14,6 @@ from unittest.mock import patch
 
 import torch
 
-HEADS, PAGE = 32, 64
-TOPK = {"fp8": 2048, "mxfp4": 512}
-
 
 def module(name: str) -> Any:
     """A module of the indexer, whose package was renamed at 1.3."""
@@ -40,8 +37,9 @@ def planned(case: dict[str, Any]) -> Any:
     with patch.object(torch.cuda, "get_device_properties", lambda *_: properties):
         return scratch.plan_indexer_scratch(
             scratch.B12XIndexerScratchCaps(
-                device="cpu" if case["sms"] == 1 else "cuda:0", source_layout="paged", num_q_heads=HEADS,
-                topk=TOPK[case["keys"]], page_size=PAGE, max_page_table_width=case["tokens"] // PAGE,
+                device="cpu" if case["sms"] == 1 else "cuda:0", source_layout="paged",
+                num_q_heads=case["heads"], topk=case["topk"], page_size=case["page"],
+                max_page_table_width=case["tokens"] // case["page"],
                 max_q_rows=case["rows"], mode=case["mode"], shared_page_table=prefill, **keys,
             )
         )  # fmt: skip
@@ -86,8 +84,9 @@ def transient_bytes(case: dict[str, Any], plan: Any) -> int:
     if plan.layout.route == "paged_fused":
         return 0
     fold = paged._plan_two_level_fold(
-        q_rows=case["rows"], topk=TOPK["fp8"], page_size=PAGE, page_table_width=case["tokens"] // PAGE,
-        supertile_pages=plan.layout.supertile_tokens // PAGE, output_physical_slots=False,
+        q_rows=case["rows"], topk=case["topk"], page_size=case["page"],
+        page_table_width=case["tokens"] // case["page"],
+        supertile_pages=plan.layout.supertile_tokens // case["page"], output_physical_slots=False,
     )  # fmt: skip
     return int(fold.candidate_nbytes) if fold.slices else 0
 

@@ -21,6 +21,7 @@ from neaptide.rebase.newpin import Written, check_new_name, write_pin
 from neaptide.rebase.planning import Library, Planned, plan_on
 from neaptide.rebase.rangediff import range_diff
 from neaptide.rebase.releases import Asked
+from neaptide.report import patch_rows
 from neaptide.series import load_series
 from neaptide.session import Options
 
@@ -97,7 +98,7 @@ def _accepted(options: Options, planned: Planned, before: Accepted, progress: Pr
 def _show(planned: Planned, accepted: Accepted, progress: Progress) -> None:
     base = planned.base
     label = f"{planned.artefact.described}, compared with pin {base.pin} ({base.lock.artefact.described})"
-    progress.table(label, ("outcome", "patch", ""), describe.patch_rows(planned))
+    progress.table(label, ("outcome", "patch", ""), patch_rows(planned.plan))
     for line in describe.lines(planned, accepted):
         progress.note(line)
     progress.note(f"{label}: " + ", ".join(f"{n} {name}" for name, n in describe.counts(planned).items() if n))

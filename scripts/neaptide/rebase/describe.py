@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from neaptide import report
 from neaptide.outcomes import EditOutcome, Status, drift_key
 from neaptide.places import Accepted
 from neaptide.rebase.planning import Planned
@@ -39,17 +40,11 @@ def todo(planned: Planned, outcome: EditOutcome, accepted: Accepted) -> str:
 
 
 def edit_dict(planned: Planned, outcome: EditOutcome, accepted: Accepted) -> dict[str, Any]:
+    """What a plan's report says of an edit, and its next step and whereabouts."""
     where = planned.about(outcome)
-    out: dict[str, Any] = {
-        "detail": outcome.detail, "file": outcome.file, "key": outcome.key, "status": outcome.status.value,
-        "symbol": outcome.symbol, "todo": todo(planned, outcome, accepted),
-    }  # fmt: skip
+    out = {**report.edit_dict(outcome, accepted), "todo": todo(planned, outcome, accepted)}
     if where is not None:
         out |= {"fate": where.fate.value, "candidates": described(where.candidates)}
-    if outcome.upstream_change:
-        out["upstream_change"] = outcome.upstream_change
-    if outcome.status is Status.DRIFT:
-        out["accepted"] = drift_key(outcome) in accepted
     return out
 
 
@@ -98,15 +93,6 @@ def lines(planned: Planned, accepted: Accepted) -> list[str]:
     return out
 
 
-def patch_rows(planned: Planned) -> list[list[str]]:
-    rows = []
-    for patch in planned.plan.patches:
-        placed = sum(o.status is not Status.CONFLICT for o in patch.outcomes)
-        text = patch.detail or f"{placed} of {len(patch.outcomes)} edits placed"
-        rows.append([patch.status.value, patch.patch.id, text])
-    return rows
-
-
 def markdown(planned: Planned, accepted: Accepted, range_diff: str) -> str:
     """A report for a pull request."""
     target, version = planned.plan.subject.target, planned.artefact.described
@@ -116,7 +102,7 @@ def markdown(planned: Planned, accepted: Accepted, range_diff: str) -> str:
         f"Compared with the pin `{base.pin}` ({base.lock.artefact.described}). Edits: "
         + ", ".join(f"{n} {name}" for name, n in counts(planned).items() if n) + ".", "",
         "| outcome | patch | |", "|---|---|---|",
-        *(f"| {a} | `{b}` | {_cell(c)} |" for a, b, c in patch_rows(planned)),
+        *(f"| {a} | `{b}` | {_cell(c)} |" for a, b, c in report.patch_rows(planned.plan)),
     ]  # fmt: skip
     unclean = not_clean(planned)
     if unclean:

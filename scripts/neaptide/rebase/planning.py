@@ -26,7 +26,6 @@ class Base:
     """A pin's target that a release is compared with: its name, its lock and its files."""
 
     pin: str
-    artefact: TargetPin
     lock: TargetLock
     files: PackageFiles
 
@@ -95,8 +94,8 @@ class Library:
                     f"the pin {name} has no lock for {target}", wanted=f"one of {', '.join(sorted(pins))}",
                     todo="Record it with `neaptide pins --lock`.", where="--pin",
                 )  # fmt: skip
-            artefact, lock = pins[name]
-            self._bases[target, name] = Base(name, artefact, lock, self.files(target, lock.artefact, others))
+            _, lock = pins[name]
+            self._bases[target, name] = Base(name, lock, self.files(target, lock.artefact, others))
         return self._bases[target, name]
 
 
@@ -109,7 +108,7 @@ def files_of(patches: list[Patch]) -> frozenset[str]:
 
 
 def best_pin(pins: Mapping[str, tuple[TargetPin, TargetLock]], patches: list[Patch], version: str) -> str:
-    """The pin whose eras fit a version best; of equals the nearest release not newer, else the oldest.
+    """The pin whose eras fit a version best; of equals the newest that is not newer, else the oldest.
 
     Raises:
         NeaptideError: no pin has a lock for the target.
@@ -119,13 +118,14 @@ def best_pin(pins: Mapping[str, tuple[TargetPin, TargetLock]], patches: list[Pat
             "no pin has a lock for this target", wanted="one to compare with", todo="Run `neaptide pins --lock PIN`."
         )
 
-    def rank(name: str) -> tuple[int, bool, Version]:
-        artefact = pins[name][0]
-        same = sum(edits_for(p, artefact.version) == edits_for(p, version) for p in patches)
-        here = Version(artefact.version)
-        return same, here <= Version(version), here
-
-    return max(sorted(pins), key=rank)
+    at = {name: Version(artefact.version) for name, (artefact, _) in sorted(pins.items())}
+    fits = {
+        name: sum(edits_for(p, artefact.version) == edits_for(p, version) for p in patches)
+        for name, (artefact, _) in pins.items()
+    }
+    best = [name for name in at if fits[name] == max(fits.values())]
+    not_newer = [name for name in best if at[name] <= Version(version)]
+    return max(not_newer, key=at.__getitem__) if not_newer else min(best, key=at.__getitem__)
 
 
 def guards_for(pins: Mapping[str, tuple[TargetPin, TargetLock]], first: str) -> dict[str, dict[str, Guards]]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from neaptide.git import Repo
 from neaptide.gitplace import commit_message
-from neaptide.outcomes import Plan, Status, Subject
+from neaptide.outcomes import Plan, Subject
 from neaptide.plan import plan_series
 from neaptide.rebase.planning import Planned
 
 _DATE = "2000-01-01T00:00:00Z"
+# A line on a pair of commits, its numbers padded to the widest; what differs in them stands below, indented by four.
+_HEAD = re.compile(r"^ {0,3}(?:\d+|-): +\S+ (?P<sign>[=!<>]) ", re.MULTILINE)
 
 
 def range_diff(planned: Planned) -> str:
@@ -26,32 +28,26 @@ def range_diff(planned: Planned) -> str:
     with tempfile.TemporaryDirectory(prefix="neaptide-") as folder:
         repo = Repo(Path(folder))
         repo.run("init", "--quiet", "--template=")
-        first, second = _history(repo, old), _history(repo, planned.plan)
+        first, second = history(repo, old), history(repo, planned.plan)
         text = repo.run(
-            "range-diff", "--no-color", "--no-dual-color", f"{first[0]}..{first[1]}", f"{second[0]}..{second[1]}"
-        )
-    return _unless_equal(text.decode(errors="replace"))
+            "range-diff", "--no-color", "--no-dual-color", f"{first[0]}..{first[-1]}", f"{second[0]}..{second[-1]}"
+        ).decode(errors="replace")
+    return "" if all(head["sign"] == "=" for head in _HEAD.finditer(text)) else text
 
 
-def _history(repo: Repo, plan: Plan) -> tuple[str, str]:
-    """A commit of the touched files as they are, and the last of one commit a patch on it."""
+def history(repo: Repo, plan: Plan, folder: str = "") -> list[str]:
+    """Commits of the touched files as they are, and after each patch; one that changes nothing has that before it.
+
+    Args:
+        folder: where the files stand in the commits.
+    """
     empty = repo.text("hash-object", "-w", "-t", "tree", "--stdin", stdin=b"")
-    root = repo.commit_tree(empty, [], "empty", _DATE)
-    touched = sorted(plan.files)
-    before = {path: plan.subject.read(path) for path in touched}
-    there = {path: data for path, data in before.items() if data is not None}
-    base = head = _commit(repo, root, there, "upstream")
-    for patch in plan.patches:
-        if patch.files and patch.status not in (Status.RETIRED, Status.SUPERSEDED, Status.NOT_APPLICABLE):
-            head = _commit(repo, head, patch.files, commit_message(patch))
-    return base, head
-
-
-def _commit(repo: Repo, parent: str, files: Mapping[str, bytes], message: str) -> str:
-    return repo.commit_files(parent, files, message, _DATE, repo.top / "scratch-index")
-
-
-def _unless_equal(text: str) -> str:
-    """Nothing, if every patch is the same on both sides."""
-    heads = [line for line in text.splitlines() if line[:1].strip()]
-    return "" if all(" = " in line for line in heads) else text
+    before = {path: plan.subject.read(path) for path in plan.files}
+    steps = [({path: data for path, data in before.items() if data is not None}, "upstream")]
+    steps += [(dict(patch.files), commit_message(patch)) for patch in plan.patches]
+    commits = [repo.commit_tree(empty, [], "empty", _DATE)]
+    for files, message in steps:
+        here = {str(Path(folder, path)): data for path, data in files.items()}
+        scratch = repo.path("scratch-index")
+        commits.append(repo.commit_files(commits[-1], here, message, _DATE, scratch) if here else commits[-1])
+    return commits[1:]

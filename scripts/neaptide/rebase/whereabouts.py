@@ -15,7 +15,7 @@ from neaptide.guard import docstring_node, node_guard
 from neaptide.model import Rule
 from neaptide.rebase.bodies import Bag, bag, definitions, identifiers, likeness, share
 from neaptide.symbols import DEFINITIONS, MODULE, find_symbol
-from neaptide.text import Source
+from neaptide.text import Source, parsed
 
 ALIKE = 0.5
 SPLIT_PART = 0.15
@@ -101,7 +101,7 @@ class Finder:
         key = (old, path)
         if key not in self._sources:
             data = (self.old if old else self.new).get(path)
-            self._sources[key] = None if data is None else _parsed(data)
+            self._sources[key] = None if data is None else _if_parsed(data)
         return self._sources[key]
 
     def about(self, file: str, symbol: str, rule: Rule | None = None, *, search: bool = True) -> Whereabouts:
@@ -266,11 +266,9 @@ def _defines(data: bytes, name: str) -> bool:
     return f"def {name}(".encode() in data or f"class {name}".encode() in data
 
 
-def _parsed(data: bytes) -> Source | None:
+def _if_parsed(data: bytes) -> Source | None:
     try:
-        source = Source(data.decode("utf-8"))
-        _ = source.tree
-        return source
+        return parsed(data)
     except (SyntaxError, ValueError):
         return None
 

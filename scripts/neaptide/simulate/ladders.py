@@ -10,7 +10,7 @@ import importlib
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,11 @@ class Launches:
     layout: Any
     launch: Any
 
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Blocks that ``keep_blocks_cached`` takes and gives back before each launch."""
+        return () if self.launch is None or self.launch.fixed_columns else tuple(self.launch.allocations)
+
     @classmethod
     def under(cls, policy: str, ladder: Ladder, sizes: Any) -> Launches:
         """Launches of a policy.
@@ -142,24 +147,43 @@ def ladder_trace(ladder: Ladder, policy: str, sizes: Any) -> tuple[Trace, int]:
     """The operations of a ladder, and how many of them belong to its first chunk.
 
     ``upstream`` and ``fixed-width`` hold a launch's logits until the next launch has its own; ``constant-bytes``
-    lets go of them before.
+    lets go of them before, and has the allocator keep its blocks.
     """
     launches = Launches.under(policy, ladder, sizes)
-    operations: list[Operation] = []
-    first, held, key = 0, 0, 0
-    for rows, columns in ladder.chunks():
-        for _ in range(ladder.layers):
-            for logits_bytes, copy_bytes in launches.of_chunk(rows, columns):
-                if held and policy == "constant-bytes":
-                    operations.append(["free", held])
-                    held = 0
-                key += 1
-                operations.append(["alloc", key, logits_bytes, 0, 0])
-                if copy_bytes:
-                    operations += [["alloc", key + 1, copy_bytes, 0, 0], ["free", key]]
-                    key += 1
-                if held:
-                    operations.append(["free", held])
-                held = key
-        first = first or len(operations)
-    return Trace(policy, operations, total_bytes=TOTAL_BYTES), first
+    chunks = [list(launches.of_chunk(rows, columns)) for rows, columns in ladder.chunks()]
+    made = list(operations_of(chunks, ladder.layers, launches.cached, holds_previous=policy != "constant-bytes"))
+    operations = [operation for chunk in made for operation in chunk]
+    return Trace(policy, operations, total_bytes=TOTAL_BYTES), len(made[0])
+
+
+def operations_of(
+    chunks: Iterable[Sequence[Sequence[int]]], layers: int, cached: Sequence[int], *, holds_previous: bool
+) -> Iterator[list[Operation]]:
+    """Allocations and frees of each chunk of a prefill, in its order.
+
+    BF16 logits end with their copy. Each launch has ``len(cached) + 2`` ids, from 1 on: its blocks', its logits', its
+    copy's.
+
+    Args:
+        chunks: bytes of the logits and of the FP32 copy (0 for none) of each launch of each chunk.
+        layers: how often a chunk's launches are made.
+        cached: bytes of blocks that are taken and given back before each launch.
+        holds_previous: whether a launch's logits are held until the next launch has its own.
+    """
+    held, next_key = 0, 1
+    for chunk in chunks:
+        operations: list[Operation] = []
+        for logits_bytes, copy_bytes in [launch for _ in range(layers) for launch in chunk]:
+            if held and not holds_previous:
+                operations.append(["free", held])
+                held = 0
+            logits = next_key + len(cached)
+            operations += [["alloc", key, size] for key, size in enumerate(cached, next_key)]
+            operations += [["free", key] for key in range(next_key, logits)]
+            operations.append(["alloc", logits, logits_bytes])
+            if copy_bytes:
+                operations += [["alloc", logits + 1, copy_bytes], ["free", logits]]
+            if held:
+                operations.append(["free", held])
+            held, next_key = logits + bool(copy_bytes), logits + 2
+        yield operations
