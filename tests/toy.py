@@ -73,10 +73,11 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
 
 
 def make_checkout(folder: Path, files: Mapping[str, str | bytes] = PACKAGE) -> Path:
-    """A git repository with one commit of ``files``."""
+    """A git repository with one commit of ``files``, the release."""
     write_files(folder, files)
     git(folder, "init", "-q", "-b", "main")
     commit_all(folder, "upstream")
+    git(folder, "tag", f"v{VERSION}")
     return folder
 
 

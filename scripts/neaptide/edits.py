@@ -198,9 +198,9 @@ def _after_ours(working: Part, splice: Splice, edit: Edit, symbol: ast.AST) -> S
         text = source.text[item.start : item.end]
         if item.start != at or not text.startswith(lead) or text[len(lead) : len(lead) + 1].isspace():
             continue
-        if item.end > limit or source.line_end(item.end) != item.end:
+        if item.reach > limit or source.line_end(item.reach) != item.reach:
             raise Unplaceable(f"where the code ends that {item.patch} put there cannot be told")
-        at = item.end
+        at = item.reach
     return replace(splice, start=at, end=at)
 
 

@@ -20,8 +20,10 @@ class ExitCode(IntEnum):
 
 
 def worst(codes: Iterable[ExitCode]) -> ExitCode:
-    """Of several outcomes the one that is furthest from done; done for none."""
-    order = (ExitCode.DONE, ExitCode.FINDINGS, ExitCode.DRIFT, ExitCode.UNVERIFIED, ExitCode.CONFLICT)
+    """Of several outcomes the one that is furthest from done, last what could not be looked at; done for none."""
+    order = (
+        ExitCode.DONE, ExitCode.FINDINGS, ExitCode.DRIFT, ExitCode.UNVERIFIED, ExitCode.CONFLICT, ExitCode.BAD_INPUT
+    )  # fmt: skip
     return max(codes, key=order.index, default=ExitCode.DONE)
 
 

@@ -24,21 +24,30 @@ def unbound_names(source: Source, ranges: Sequence[tuple[int, int]]) -> list[str
     if _STAR.search(source.text) and _imports_star(source.tree):
         return []
     unbound: set[str] = set()
+    visited: set[int] = set()
     lines = [(source.line_of(low) + 1, source.line_of(max(low, high - 1)) + 1) for low, high in ranges]
 
-    def visit(node: ast.AST, known: frozenset[str]) -> None:
+    def visit(node: ast.AST, here: frozenset[str], inside: frozenset[str]) -> None:
+        """``here``: what the code around the node may read; ``inside``: what a function in it may."""
         if not _on_lines(node, lines):
             return
-        if isinstance(node, _SCOPES):
-            known = known | _bound_in(node)
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store) and node.id not in known:
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store) and node.id not in here:
             start = source.span(node)[0]
             if any(low <= start < high for low, high in ranges):
                 unbound.add(node.id)
+        if isinstance(node, _SCOPES):
+            own, parameters = _bound_in(node), _type_parameters(node)
+            for part in _run_around(node):
+                visit(part, here | parameters, inside | parameters)
+                visited.add(id(part))
+            # What a class binds its functions do not see.
+            here, inside = inside | own, inside if isinstance(node, ast.ClassDef) else inside | own
         for child in ast.iter_child_nodes(node):
-            visit(child, known)
+            if id(child) not in visited:
+                visit(child, here, inside)
 
-    visit(source.tree, _ALWAYS | _bound_in(source.tree))
+    known = _ALWAYS | _bound_in(source.tree)
+    visit(source.tree, known, known)
     return sorted(unbound)
 
 
@@ -80,16 +89,27 @@ def _bound_in(scope: ast.AST) -> frozenset[str]:
         if not isinstance(node, _SCOPES):
             todo.extend(ast.iter_child_nodes(node))
         elif isinstance(node, DEFINITIONS):
-            todo.extend(_outside_body(node))
+            todo.extend(_run_around(node))
         else:
             # A walrus inside a comprehension binds around it.
             todo.extend(n for n in ast.walk(node) if isinstance(n, ast.NamedExpr))
     return frozenset(names)
 
 
-def _outside_body(node: ast.AST) -> list[ast.AST]:
-    """What of a definition runs in the scope around it: decorators, defaults, bases."""
+def _type_parameters(node: ast.AST) -> frozenset[str]:
+    return frozenset(parameter.name for parameter in getattr(node, "type_params", ()))
+
+
+def _run_around(node: ast.AST) -> list[ast.AST]:
+    """What of a scope reads the names around it: decorators, defaults, annotations, bases; the first of what a
+    comprehension goes through.
+    """
+    if generators := getattr(node, "generators", ()):
+        return [generators[0].iter]
     arguments = getattr(node, "args", None)
-    defaults = [*arguments.defaults, *(d for d in arguments.kw_defaults if d is not None)] if arguments else []
-    bases = [*getattr(node, "bases", []), *(k.value for k in getattr(node, "keywords", []))]
-    return [*getattr(node, "decorator_list", []), *defaults, *bases]
+    parts = [*getattr(node, "decorator_list", ()), *getattr(node, "bases", ()), getattr(node, "returns", None)]
+    parts += [keyword.value for keyword in getattr(node, "keywords", ())]
+    if isinstance(arguments, ast.arguments):
+        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+        parts += [*arguments.defaults, *arguments.kw_defaults, *(a.annotation for a in every if a is not None)]
+    return [part for part in parts if part is not None]

@@ -56,6 +56,15 @@ class Pin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     date: str
     targets: dict[str, TargetPin]
 
+    def target(self, name: str, where: str = "") -> TargetPin:
+        """The artefact of a target; refuses one that the pin has not."""
+        if name not in self.targets:
+            raise NeaptideError(
+                f"no target {name!r} in the pin {self.name}", wanted=f"one of {', '.join(sorted(self.targets))}",
+                todo="Check the spelling, or choose another pin.", where=where,
+            )  # fmt: skip
+        return self.targets[name]
+
 
 def pin_folder(root: Path) -> Path:
     return root / "patches" / "pins"

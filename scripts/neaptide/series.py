@@ -50,15 +50,21 @@ def load_series(root: Path, target: str) -> list[Patch]:
     return patches
 
 
+def check_known(names: Iterable[str], patches: Iterable[Patch], where: str = "") -> None:
+    """Refuse names, with or without their target, that no patch has."""
+    ids = {p.id: p.name for p in patches}
+    for name in names:
+        if name not in ids and name not in ids.values():
+            raise NeaptideError(
+                f"no patch {name!r} in the series", wanted=f"one of {', '.join(sorted(ids))}",
+                todo="Check the spelling.", where=where,
+            )  # fmt: skip
+
+
 def select(patches: Sequence[Patch], only: Iterable[str], without: Iterable[str]) -> list[Patch]:
     """A subset of the series, which must be closed under ``after``."""
     only, without = set(only), set(without)
-    known = {p.name for p in patches} | {p.id for p in patches}
-    for name in sorted((only | without) - known):
-        raise NeaptideError(
-            f"no patch {name!r} in the series", wanted=f"one of {', '.join(sorted(p.id for p in patches))}",
-            todo="Check the spelling.",
-        )  # fmt: skip
+    check_known(sorted(only | without), patches)
     chosen = [p for p in patches if (not only or only & {p.name, p.id}) and not without & {p.name, p.id}]
     names = {p.name for p in chosen}
     for patch in chosen:

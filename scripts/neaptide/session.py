@@ -30,7 +30,7 @@ from neaptide.pins import (
 )
 from neaptide.places import LOCK_NAME, State, load_record
 from neaptide.plan import plan_series
-from neaptide.series import load_series, select
+from neaptide.series import check_known, load_series, select
 from neaptide.sources import PackageFiles, sdist_files
 from neaptide.trees import TreeMaker
 
@@ -92,13 +92,8 @@ class Session:
 
     def _check_targets(self) -> None:
         asked = {*self.options.targets, *self.options.checkouts, *self.options.sdists}
-        for target in sorted(asked - set(self.pin.targets)):
-            raise NeaptideError(
-                f"no target {target!r} in the pin {self.pin.name}",
-                wanted=f"one of {', '.join(sorted(self.pin.targets))}",
-                todo="Check the spelling, or choose another pin.",
-            )  # fmt: skip
-
+        for target in sorted(asked):
+            self.pin.target(target)
         for target in self.options.targets:
             if self.options.checkouts and target not in self.options.checkouts:
                 raise NeaptideError(
@@ -179,14 +174,8 @@ class Session:
     def chosen(self, target: str) -> list[Patch]:
         """The series, or the part of it that was asked for."""
         patches = self.series(target)
-        known = {n for t in self.targets for p in self.series(t) for n in (p.id, p.name)}
-        for name in (*self.options.only, *self.options.without, *self.options.accept):
-            if name not in known:
-                raise NeaptideError(
-                    f"no patch {name!r} in the series",
-                    wanted=f"one of {', '.join(sorted(n for n in known if '/' in n))}",
-                    todo="Check the spelling.",
-                )  # fmt: skip
+        named = (*self.options.only, *self.options.without, *self.options.accept)
+        check_known(named, [p for t in self.targets for p in self.series(t)])
         mine = {n for p in patches for n in (p.id, p.name)}
         only = [n for n in self.options.only if n in mine]
         return select(patches, only, [n for n in self.options.without if n in mine])

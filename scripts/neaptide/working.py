@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from neaptide.symbols import DEFINITIONS, FUNCTIONS, bound_names
 from neaptide.text import Source, Splice
@@ -13,11 +13,22 @@ from neaptide.text import Source, Splice
 
 @dataclass(frozen=True)
 class Owned:
-    """A range of code points that a patch wrote."""
+    """A range of code points that a patch wrote.
+
+    Attributes:
+        reach: where the new text of that edit ends, with what it captured of the old.
+    """
 
     start: int
     end: int
     patch: str
+    reach: int
+
+    def moved(self, by: int) -> Owned:
+        return Owned(self.start + by, self.end + by, self.patch, self.reach + by)
+
+    def within(self, low: int, high: int) -> Owned:
+        return Owned(max(self.start, low), min(self.end, high), self.patch, min(self.reach, high))
 
 
 @dataclass
@@ -77,7 +88,7 @@ class WorkingFile:
             texts, owned, at = [], [], 0
             for piece in self._pieces:
                 skip, text = len(piece.frame), piece.part.source.text
-                owned += [Owned(o.start - skip + at, o.end - skip + at, o.patch) for o in piece.part.owned]
+                owned += [item.moved(at - skip) for item in piece.part.owned]
                 texts.append(text[skip:])
                 at += len(text) - skip
             self._whole = Part(Source("".join(texts), self._newline), owned)
@@ -148,18 +159,14 @@ def _whole_lines(whole: Part, node: ast.AST) -> tuple[int, int] | None:
     if source.text[start:low].strip() or source.text[high:end].strip():
         return None
     for item in whole.owned:
-        if item.start < end < item.end:
-            end = source.starts[source.line_of(item.end - 1) + 1]
+        if item.start < end < item.reach:
+            end = source.starts[source.line_of(item.reach - 1) + 1]
     return start, end
 
 
 def _cut_out(whole: Part, start: int, end: int, frame: str) -> Part:
     shift = len(frame) - start
-    owned = [
-        Owned(max(o.start, start) + shift, min(o.end, end) + shift, o.patch)
-        for o in whole.owned
-        if o.start < end and start < o.end
-    ]
+    owned = [o.within(start, end).moved(shift) for o in whole.owned if o.start < end and start < o.end]
     return Part(Source(frame + whole.source.text[start:end], whole.source.newline), owned)
 
 
@@ -167,15 +174,16 @@ def _shifted(owned: Sequence[Owned], splice: Splice) -> list[Owned]:
     delta = len(splice.text) - (splice.end - splice.start)
     out = []
     for item in owned:
+        reach = item.reach if item.reach <= splice.start else max(item.reach, splice.end) + delta
         if item.end <= splice.start:
-            out.append(item)
+            out.append(replace(item, reach=reach))
         elif item.start >= splice.end:
-            out.append(Owned(item.start + delta, item.end + delta, item.patch))
+            out.append(item.moved(delta))
         else:
             if item.start < splice.start:
-                out.append(Owned(item.start, splice.start, item.patch))
+                out.append(Owned(item.start, splice.start, item.patch, reach))
             if item.end > splice.end:
-                out.append(Owned(splice.start + len(splice.text), item.end + delta, item.patch))
+                out.append(Owned(splice.start + len(splice.text), item.end + delta, item.patch, reach))
     return out
 
 
@@ -187,7 +195,7 @@ def _owned_by(splice: Splice, patch: str) -> list[Owned]:
         end = at + len(segment.text)
         if segment.text and segment.origin is None:
             start = out.pop().start if out and out[-1].end == at else at
-            out.append(Owned(start, end, patch))
+            out.append(Owned(start, end, patch, splice.start + len(splice.text)))
         at = end
     return out
 
@@ -199,10 +207,8 @@ def _kept(owned: Sequence[Owned], splice: Splice, text: str) -> list[Owned]:
         low, high = segment.origin or (0, 0)
         moved_whole = segment.text == text[low:high]
         for item in owned:
-            start, end = max(item.start, low), min(item.end, high)
-            if start < end and moved_whole:
-                out.append(Owned(at + start - low, at + end - low, item.patch))
-            elif start < end:
-                out.append(Owned(at, at + len(segment.text), item.patch))
+            mine, end = item.within(low, high), at + len(segment.text)
+            if mine.start < mine.end:
+                out.append(mine.moved(at - low) if moved_whole else Owned(at, end, item.patch, end))
         at += len(segment.text)
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,43 @@ def test_unbound_names(name: str) -> None:
     at = source.text.rindex("return") + 7
     assert unbound_names(source, [(at, at + len(name))]) == [name]
     assert unbound_names(source, [(0, 3)]) == []
+
+
+CLASSES = """
+class Around:
+    Kept = 1
+    def method(self, a: READ1 = READ2) -> READ3: return READ4
+    Part = [READ5 for x in READ6 if READ7]
+    other = lambda self, b=READ8: READ9
+    class Inner(READ10):
+        y = READ11
+"""
+
+
+@pytest.mark.parametrize("place", range(1, 12))
+def test_names_of_a_class_are_for_its_own_block(place: int) -> None:
+    """Defaults, annotations, bases and what a comprehension goes through are read there; functions do not see it."""
+    text = re.sub(r"READ(\d+)", lambda found: "Kept" if int(found[1]) == place else "int", CLASSES)
+    at = text.index("Kept", text.index("Kept") + 1)
+    sees = place in (1, 2, 3, 6, 8, 10)
+    assert unbound_names(Source(text), [(at, at + 4)]) == ([] if sees else ["Kept"])
+
+
+@pytest.mark.parametrize(
+    ("text", "unbound"),
+    [
+        ("def f(a, b=a): pass\n", ["a"]),
+        ("@a\ndef f(a): pass\n", ["a"]),
+        ("class C(y):\n    y = 1\n", ["y"]),
+        ("def f(b=(c := 1)): return c\n", []),
+        ("def f(x):\n    def g(): return x\n    return g\n", []),
+        ("def f():\n    def g(): return later\n    later = 1\n    return g\n", []),
+        ("x = [y for y in y]\n", ["y"]),
+        ("x = [z for y in [1] for z in y]\n", []),
+    ],
+)
+def test_what_runs_around_a_scope_reads_the_names_around_it(text: str, unbound: list[str]) -> None:
+    assert unbound_names(Source(text), [(0, len(text))]) == unbound
 
 
 def test_an_upstream_name_that_goes_is_found(upstream: Upstream) -> None:

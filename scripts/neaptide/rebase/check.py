@@ -37,11 +37,21 @@ def add_options(sub: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
+class Job:
+    """A release to plan on; with ``report`` in Markdown, too."""
+
+    target: str
+    text: str
+    artefact: TargetPin
+    options: Options
+    report: bool
+
+
+@dataclass(frozen=True)
 class Checked:
-    """The series on one release."""
+    """The series on one release; of one that cannot be planned on ``out`` has the error alone."""
 
     asked: str
-    pin: str
     code: ExitCode
     seconds: float
     out: dict[str, Any]
@@ -49,14 +59,17 @@ class Checked:
 
     @property
     def row(self) -> list[str]:
+        if "error" in self.out:
+            cells = ["not planned", *("" for _ in describe.OF_EDITS), ""]
+            return [self.asked, *cells, f"{self.seconds:.1f}"]
         edits, patches = self.out["edits"], self.out["patches"]
         beside = [sum(p["status"] == s for p in patches) for s in ("not-applicable", "retired", "superseded")]
-        counted = f"{beside[0]}, {beside[1] + beside[2]}"
-        return [self.asked, self.pin, *(str(edits[s.value]) for s in describe.OF_EDITS), counted, f"{self.seconds:.1f}"]
+        cells = [self.out["compared_with"]["pin"], *(str(edits[s.value]) for s in describe.OF_EDITS)]
+        return [self.asked, *cells, f"{beside[0]}, {beside[1] + beside[2]}", f"{self.seconds:.1f}"]
 
 
 def run(args: argparse.Namespace, options: Options, progress: Progress) -> Result:
-    """Plan on every release; the exit code is the worst of theirs."""
+    """Plan on every release; the exit code is the worst of theirs, bad input for one that cannot be planned on."""
     if not args.against:
         raise NeaptideError("nothing to check against", wanted="--against TARGET==VERSION ...", todo="Name releases.")
     asked = [releases.parse(text) for text in args.against]
@@ -65,10 +78,14 @@ def run(args: argparse.Namespace, options: Options, progress: Progress) -> Resul
     for artefact in artefacts:
         if artefact.commit is None:
             sdist_path(artefact, frozen=options.frozen, progress=progress)
-    jobs = [(one.target, one.text, a, options) for one, a in zip(asked, artefacts, strict=True)]
+    report = args.report is not None
+    jobs = [Job(one.target, one.text, a, options, report) for one, a in zip(asked, artefacts, strict=True)]
     begun = time.monotonic()
     found = _all(jobs)
     progress.table("the series on each release: edits", COLUMNS, [one.row for one in found])
+    for one in found:
+        if "error" in one.out:
+            progress.note(f"{one.asked} was not planned: {one.out['error']['text']}")
     progress.note(f"{len(found)} releases in {time.monotonic() - begun:.1f} s, after the downloads")
     if args.report is not None:
         write_bytes(args.report.resolve(), "\n".join(one.markdown for one in found).encode())
@@ -79,16 +96,18 @@ def run(args: argparse.Namespace, options: Options, progress: Progress) -> Resul
     return worst(one.code for one in found), {"releases": details}
 
 
-def _all(jobs: Sequence[tuple[str, str, TargetPin, Options]]) -> list[Checked]:
-    """A process a core; releases of one target go to the same worker in turn, which then reads its pins once."""
-    groups: dict[str, list[int]] = {}
-    for index, job in enumerate(jobs):
-        groups.setdefault(job[0], []).append(index)
+def _all(jobs: Sequence[Job]) -> list[Checked]:
+    """At most a process a core, one for each few releases; those of one target go to the same worker in turn, which
+    then reads its pins once.
+    """
     # A few plans take no longer than processes take to start.
     workers = max(1, min(os.cpu_count() or 1, len(jobs) // WORTH_A_PROCESS))
-    lots = [part for indices in groups.values() for part in _dealt(indices, workers)]
     if workers == 1:
         return _lot(jobs)
+    groups: dict[str, list[int]] = {}
+    for index, job in enumerate(jobs):
+        groups.setdefault(job.target, []).append(index)
+    lots = [part for indices in groups.values() for part in _dealt(indices, workers)]
     out: dict[int, Checked] = {}
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for lot, found in zip(lots, pool.map(_lot, [[jobs[i] for i in lot] for lot in lots]), strict=True):
@@ -100,16 +119,24 @@ def _dealt(indices: Sequence[int], workers: int) -> list[list[int]]:
     return [part for w in range(workers) if (part := list(indices[w::workers]))]
 
 
-def _lot(jobs: Sequence[tuple[str, str, TargetPin, Options]]) -> list[Checked]:
-    options = jobs[0][3]
+def _lot(jobs: Sequence[Job]) -> list[Checked]:
+    options = jobs[0].options
     library = Library(options.root, options.checkouts, Progress(), frozen=options.frozen)
-    return [_one(library, *job) for job in jobs]
+    return [_one(library, job) for job in jobs]
 
 
-def _one(library: Library, target: str, text: str, artefact: TargetPin, options: Options) -> Checked:
+def _one(library: Library, job: Job) -> Checked:
     begun = time.monotonic()
-    planned = plan_on(library, target, artefact, load_series(options.root, target), options.pin)
-    code = code_of(planned, frozenset())
-    out, report = describe.plan_dict(planned, frozenset()), describe.markdown(planned, frozenset(), "")
-    library.forget(target, artefact)
-    return Checked(text, planned.base.pin, code, time.monotonic() - begun, out, report)
+    try:
+        code, out, report = _planned(library, job)
+    except NeaptideError as error:
+        code, out = error.code, {"error": {**error.as_dict(), "text": str(error)}}
+        report = f"# {job.text}\n\nNot planned: {error}\n"
+    library.forget(job.target, job.artefact)
+    return Checked(job.text, code, time.monotonic() - begun, out, report)
+
+
+def _planned(library: Library, job: Job) -> tuple[ExitCode, dict[str, Any], str]:
+    planned = plan_on(library, job.target, job.artefact, load_series(job.options.root, job.target), job.options.pin)
+    report = describe.markdown(planned, frozenset(), "") if job.report else ""
+    return code_of(planned, frozenset()), describe.plan_dict(planned, frozenset()), report

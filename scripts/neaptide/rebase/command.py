@@ -14,7 +14,7 @@ from neaptide.errors import ExitCode, NeaptideError
 from neaptide.git import Repo
 from neaptide.outcomes import Status
 from neaptide.output import Progress
-from neaptide.pins import DEFAULT_PIN, TargetPin, load_pin
+from neaptide.pins import DEFAULT_PIN, TargetPin, load_pin, pin_names
 from neaptide.places import Accepted, accepted_in
 from neaptide.rebase import describe, releases, state
 from neaptide.rebase.newpin import Written, check_new_name, write_pin
@@ -22,7 +22,7 @@ from neaptide.rebase.planning import Library, Planned, plan_on
 from neaptide.rebase.rangediff import range_diff
 from neaptide.rebase.releases import Asked
 from neaptide.report import patch_rows
-from neaptide.series import load_series
+from neaptide.series import check_known, load_series
 from neaptide.session import Options
 
 
@@ -36,13 +36,7 @@ def add_options(sub: argparse.ArgumentParser) -> None:
 
 def artefact_of(asked: Asked, options: Options, pin: str) -> TargetPin:
     """What was asked for, as an entry of a pin."""
-    targets = load_pin(options.root, pin).targets
-    if asked.target not in targets:
-        raise NeaptideError(
-            f"no target {asked.target!r} in the pin {pin}", wanted=f"one of {', '.join(sorted(targets))}",
-            todo="Check the spelling, or choose another pin.", where=asked.text,
-        )  # fmt: skip
-    like = targets[asked.target]
+    like = load_pin(options.root, pin).target(asked.target, where=asked.text)
     if not asked.commit:
         return releases.release(asked, like, frozen=options.frozen)
     if asked.target not in options.checkouts:
@@ -50,7 +44,9 @@ def artefact_of(asked: Asked, options: Options, pin: str) -> TargetPin:
             f"{asked.text} without a checkout", wanted=f"--checkout {asked.target}=DIR", todo="Give its folder.",
             where=asked.text,
         )  # fmt: skip
-    return releases.revision(asked, Repo(options.checkouts[asked.target]), like)
+    pinned = [load_pin(options.root, name).targets.get(asked.target) for name in pin_names(options.root)]
+    names = dict.fromkeys((one.package, one.prefix) for one in (like, *pinned) if one is not None)
+    return releases.revision(asked, Repo(options.checkouts[asked.target]), list(names))
 
 
 def run(args: argparse.Namespace, options: Options, progress: Progress) -> Result:
@@ -85,13 +81,7 @@ def run(args: argparse.Namespace, options: Options, progress: Progress) -> Resul
 
 def _accepted(options: Options, planned: Planned, before: Accepted, progress: Progress) -> Accepted:
     target = planned.plan.subject.target
-    known = {n for p in planned.plan.patches for n in (p.patch.id, p.patch.name)}
-    for name in options.accept:
-        if name not in known:
-            raise NeaptideError(
-                f"no patch {name!r} in the series", wanted=f"one of {', '.join(sorted(n for n in known if '/' in n))}",
-                todo="Check the spelling.", where="--accept-drift",
-            )  # fmt: skip
+    check_known(options.accept, [p.patch for p in planned.plan.patches], "--accept-drift")
     return accepted_in(planned.plan, [n.removeprefix(f"{target}/") for n in options.accept], before)
 
 

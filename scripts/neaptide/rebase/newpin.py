@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -90,14 +91,15 @@ def write_pin(options: Options, planned: Planned, new_name: str | None, progress
 
 
 def _locked(options: Options, name: str, planned: Planned, progress: Progress) -> ExitCode:
-    """Record the lock, of a commit in its checkout, of a release in a build folder of its own, where no tree is yet."""
+    """Record the lock: of a commit in its checkout, of a release in a tree that is gone afterwards."""
     target = planned.plan.subject.target
     checkouts = {target: options.checkouts[target]} if planned.artefact.commit else {}
-    chosen = replace(
-        options, pin=name, build=options.build / "rebase" / "locking", targets=(target,), checkouts=checkouts,
-        accept=(), dry_run=False,
-    )  # fmt: skip
-    code, _ = pinning.lock_pin(Session(chosen, progress))
+    options.build.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="locking-", dir=options.build) as folder:
+        chosen = replace(
+            options, pin=name, build=Path(folder), targets=(target,), checkouts=checkouts, accept=(), dry_run=False
+        )
+        code, _ = pinning.lock_pin(Session(chosen, progress))
     return code
 
 

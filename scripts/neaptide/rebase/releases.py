@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -68,11 +69,14 @@ def release(asked: Asked, like: TargetPin, *, frozen: bool) -> TargetPin:
     )
 
 
-def revision(asked: Asked, repo: Repo, like: TargetPin) -> TargetPin:
-    """A commit of a checkout; its package and prefix are those of the target's known names that it holds.
+def revision(asked: Asked, repo: Repo, known: Sequence[tuple[str, str]]) -> TargetPin:
+    """A commit of a checkout, of the version that it declares, or that its nearest tag has.
+
+    Args:
+        known: names and prefixes that the package has had; the commit's are the first whose package it holds.
 
     Raises:
-        NeaptideError: no such revision, no package of a known name, or no version declared there.
+        NeaptideError: no such revision, no package of a known name, or no version.
     """
     try:
         commit = repo.text("rev-parse", "--verify", "--quiet", f"{asked.what}^{{commit}}")
@@ -81,19 +85,32 @@ def revision(asked: Asked, repo: Repo, like: TargetPin) -> TargetPin:
             f"no revision {asked.what!r}", wanted="a commit of that checkout", todo="Fetch it first.",
             where=str(repo.top),
         ) from error  # fmt: skip
-    package, prefix = _names_at(repo, commit, asked, like)
-    version = declared_version(None, repo.blob(commit, "pyproject.toml")) or like.version
+    package, prefix = _names_at(repo, commit, known)
     return TargetPin(
-        version=version, package=package, prefix=prefix, repository=repo.origin() or None, commit=commit,
-        ref=asked.what if asked.what != commit else None,
+        version=_version_at(repo, commit), package=package, prefix=prefix, repository=repo.origin() or None,
+        commit=commit, ref=asked.what if asked.what != commit else None,
     )  # fmt: skip
 
 
-_KNOWN_NAMES = {"b12x": (("b12x", "B12X"), ("sparkinfer", "SPARKINFER")), "vllm": (("vllm", "VLLM"),)}
+def _version_at(repo: Repo, commit: str) -> str:
+    """As setuptools-scm has it where a project leaves its version to the tags, but for the commits since."""
+    found = declared_version(None, repo.blob(commit, "pyproject.toml"))
+    if not found:
+        try:
+            found = repo.text("describe", "--tags", "--abbrev=0", commit).removeprefix("v")
+        except GitError:
+            found = ""
+    try:
+        return str(Version(found))
+    except InvalidVersion as error:
+        raise NeaptideError(
+            f"{found!r} is the version at {commit[:12]}" if found else f"no version at {commit[:12]}",
+            wanted="one in pyproject.toml, or a tag that is one, on a commit at or before it",
+            todo="Fetch the tags.", where=str(repo.top),
+        ) from error  # fmt: skip
 
 
-def _names_at(repo: Repo, commit: str, asked: Asked, like: TargetPin) -> tuple[str, str]:
-    known = _KNOWN_NAMES.get(asked.target, ((like.package, like.prefix),))
+def _names_at(repo: Repo, commit: str, known: Sequence[tuple[str, str]]) -> tuple[str, str]:
     for package, prefix in known:
         if repo.blob(commit, f"{package}/__init__.py") is not None:
             return package, prefix
