@@ -58,6 +58,9 @@ _OWN_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "reproduce": reproduce.add_options,
 }
 
+# They read no tree of a pin themselves.
+_WITHOUT_TREES = ("profile", "reproduce", "simulate")
+
 _REBASING: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "rebase": rebase.add_options,
     "check": check.add_options,
@@ -95,9 +98,10 @@ def _add_options(sub: argparse.ArgumentParser, name: str) -> None:
     add = sub.add_argument
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--root", type=Path, default=None, help="the repository (default: found from here or the package)")
-    add("--build", type=Path, default=None, help="folder of unpacked trees (default: ROOT/build)")
-    add("--pin", default=None, help="the pin (default: current, or the pin that a checkout stands at)")
-    add("--target", action="append", default=[], help="only this target (repeatable)")
+    if name not in _WITHOUT_TREES:
+        add("--build", type=Path, default=None, help="folder of unpacked trees (default: ROOT/build)")
+        add("--pin", default=None, help="the pin (default: current, or the pin that a checkout stands at)")
+        add("--target", action="append", default=[], help="only this target (repeatable)")
     if name in _OWN_OPTIONS:
         _OWN_OPTIONS[name](sub)
         return
@@ -171,9 +175,9 @@ def _options(args: argparse.Namespace) -> Options:
         raise NeaptideError("--python without --installed", wanted="both", todo="Add --installed.")
     return Options(
         root=root,
-        build=(args.build or root / "build").resolve(),
-        pin=get("lock") or args.pin,
-        targets=tuple(args.target),
+        build=(get("build") or root / "build").resolve(),
+        pin=get("lock") or get("pin"),
+        targets=tuple(get("target") or ()),
         checkouts={t: p.resolve() for t, p in checkouts},
         sdists={t: p.resolve() for t, p in sdists},
         installed=installed,

@@ -1,24 +1,46 @@
 """``neaptide reproduce FINDING``: the verification of each finding that the patches answer, as commands that are run.
 
-A command that needs hardware which this machine has not got is named, not run.
+A command that needs hardware which this machine has not got is named, not run; tests that skip show nothing, and are
+named, too.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from neaptide.doctor.machine import Machine
 from neaptide.errors import ExitCode, NeaptideError
+from neaptide.gpu_host import look
+from neaptide.gpu_skips import Host, read_outcome
 from neaptide.output import Progress
 
-CPU, ONE, TWO, FOUR = "a CPU", "one CUDA device", "two CUDA devices", "four CUDA devices of compute capability 12.x"
-DEVICES = {CPU: 0, ONE: 1, TWO: 2, FOUR: 4}
+
+@dataclass(frozen=True)
+class Needs:
+    """Hardware of a command.
+
+    Attributes:
+        major: of the compute capability of each device; 0 for any.
+    """
+
+    name: str
+    devices: int = 0
+    major: int = 0
+
+    def has(self, machine: Machine) -> bool:
+        return sum(self.major in (0, one.capability[0]) for one in machine.devices) >= self.devices
+
+
+CPU, ONE, TWO = Needs("a CPU"), Needs("one CUDA device", 1), Needs("two CUDA devices", 2)
+BLACKWELL = Needs("one CUDA device of compute capability 12.x", 1, 12)
+FOUR = Needs("four CUDA devices of compute capability 12.x", 4, 12)
 
 
 @dataclass(frozen=True)
@@ -32,7 +54,7 @@ class Step:
 
     command: str
     shows: str
-    needs: str = CPU
+    needs: Needs = CPU
 
 
 @dataclass(frozen=True)
@@ -58,7 +80,7 @@ FINDINGS: dict[str, Finding] = {
     )),
     "direct": Finding("000, 4: whole-context logits", (
         Step("neaptide plans --pin r12", "the direct route's logits"),
-        Step("pytest tests/gpu/test_indexer_sm120.py", "the scorer, which compiles for 12.x alone", FOUR),
+        Step("pytest tests/gpu/test_indexer_sm120.py", "the scorer, which compiles for 12.x alone", BLACKWELL),
     )),
     "tile-logits": Finding("000, 5: tile logits and the shared arena", (
         Step("neaptide plans --pin r12", "prefill and decode plans, region by region"),
@@ -87,13 +109,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", default=None, help="for what needs torch: an interpreter that has it")
 
 
-def devices_here() -> int:
-    """CUDA devices that nvidia-smi lists."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return 0
-    done = subprocess.run([program, "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
+def machine_here(python: Path | None) -> Machine:
+    """The devices that the interpreter of the tests would see."""
+    return look(python or Path(sys.executable))[0]
 
 
 def arguments_of(step: Step, root: Path, python: Path | None) -> list[str]:
@@ -107,9 +125,13 @@ def arguments_of(step: Step, root: Path, python: Path | None) -> list[str]:
 
 
 def run(
-    name: str, root: Path, python: Path | None, progress: Progress, devices: Callable[[], int] = devices_here
+    name: str,
+    root: Path,
+    python: Path | None,
+    progress: Progress,
+    machine: Callable[[Path | None], Machine] = machine_here,
 ) -> tuple[ExitCode, dict[str, Any]]:
-    """Run what this machine can of a finding's commands; findings where one failed or was not run."""
+    """Run what this machine can of a finding's commands; findings where one failed, was not run, or skipped tests."""
     if name == "list":
         rows = [[key, found.title, "; ".join(step.command for step in found.steps)] for key, found in FINDINGS.items()]
         progress.table("findings", ("name", "finding", "commands"), rows)
@@ -119,18 +141,38 @@ def run(
             f"no finding {name!r}", wanted=f"one of {', '.join(FINDINGS)}, or list", todo="Check the spelling.",
             where="reproduce",
         )  # fmt: skip
-    steps = [_ran(step, root, python, progress, devices()) for step in FINDINGS[name].steps]
-    whole = all(step["exit_code"] == 0 for step in steps)
-    return ExitCode.DONE if whole else ExitCode.FINDINGS, {"finding": name, "steps": steps}
+    steps = FINDINGS[name].steps
+    here = machine(python) if any(step.needs.devices for step in steps) else Machine()
+    done = [_ran(step, root, python, progress) if step.needs.has(here) else _named(step, here, progress)
+            for step in steps]  # fmt: skip
+    whole = all(row["exit_code"] == 0 and not row["skipped"] for row in done)
+    return ExitCode.DONE if whole else ExitCode.FINDINGS, {"finding": name, "steps": done}
 
 
-def _ran(step: Step, root: Path, python: Path | None, progress: Progress, devices: int) -> dict[str, Any]:
-    out: dict[str, Any] = {"command": step.command, "needs": step.needs, "shows": step.shows}
-    if devices < DEVICES[step.needs]:
-        progress.note(f"not run: {step.command}: it needs {step.needs}, and {devices} devices are seen here")
-        return {**out, "exit_code": None}
+def _row(step: Step, exit_code: int | None, skipped: Sequence[str]) -> dict[str, Any]:
+    own = {"command": step.command, "needs": step.needs.name, "shows": step.shows}
+    return {**own, "exit_code": exit_code, "skipped": list(skipped)}
+
+
+def _named(step: Step, here: Machine, progress: Progress) -> dict[str, Any]:
+    seen = ", ".join("{} ({}.{})".format(one.name, *one.capability) for one in here.devices) or "none"
+    progress.note(f"not run: {step.command}: it needs {step.needs.name}; seen here: {seen}")
+    return _row(step, None, ())
+
+
+def _ran(step: Step, root: Path, python: Path | None, progress: Progress) -> dict[str, Any]:
     progress.note(f"{step.command}: {step.shows}")
-    return {**out, "exit_code": _called(arguments_of(step, root, python), root)}
+    arguments = arguments_of(step, root, python)
+    if not step.command.startswith("pytest "):
+        return _row(step, _called(arguments, root), ())
+    with tempfile.TemporaryDirectory(prefix="neaptide-reproduce-") as folder:
+        file = Path(folder) / "junit.xml"
+        code = _called([*arguments, f"--junitxml={file}"], root)
+        # What the host could have run is a question of gpu-ci's.
+        skips = read_outcome(file, Host(0, (0, 0), {}, {})).skips if file.is_file() else ()
+    for skip in skips:
+        progress.note(f"not shown, skipped: {skip.test}: {skip.reason}")
+    return _row(step, code, [skip.test for skip in skips])
 
 
 def _called(arguments: Sequence[str], root: Path) -> int:

@@ -69,7 +69,13 @@ def test_compose_and_the_table_know_every_switch() -> None:
         default = re.fullmatch(rf"\$\{{{name}:-(.*)\}}", value)
         assert default is not None, name
         assert module.VARIABLES[name](environment={name: default[1]}) == module.VARIABLES[name](environment={}), name
-    rows = set(re.findall(r"^\| `(VLLM_\w+)` \|", (ROOT / "docs/image.md").read_text(), re.MULTILINE))
+    page = (ROOT / "docs/image.md").read_text()
+    left_out = re.findall(
+        r"`(VLLM_\w+)`", page.split("passes these variables on,\nbut for ")[1].split("; add those")[0]
+    )
+    assert set(given) | set(left_out) == module.NAMES
+    assert not set(given) & set(left_out)
+    rows = set(re.findall(r"^\| `(VLLM_\w+)` \|", page, re.MULTILINE))
     assert rows == module.NAMES
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == 4
     assert service["ipc"] == "host"

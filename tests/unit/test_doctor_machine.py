@@ -197,7 +197,27 @@ def test_allocator_settings(environment: dict[str, str], on: bool, variable: str
 def test_the_container_is_described_in_bytes() -> None:
     found = surroundings.container()
     assert {"shm_bytes", "memlock_bytes", "ipc_namespace", "pid_namespace", "in_container"} == set(found)
-    assert found["ipc_namespace"] in ("host", "own", "")
+
+
+@pytest.mark.parametrize(
+    ("links", "namespaces"),
+    [
+        ({"ipc": "ipc:[4026531839]", "pid": "pid:[4026531836]"}, ("host", "host")),
+        ({"ipc": "ipc:[4026532281]", "pid": "pid:[4026531836]"}, ("own", "host")),
+        ({"pid": "pid:[4026532284]"}, ("", "own")),
+    ],
+)
+def test_namespaces_are_the_first_ones_or_own(
+    monkeypatch: pytest.MonkeyPatch, links: dict[str, str], namespaces: tuple[str, str]
+) -> None:
+    def readlink(path: str) -> str:
+        if (name := path.rpartition("/")[2]) not in links:
+            raise FileNotFoundError(path)
+        return links[name]
+
+    monkeypatch.setattr(os, "readlink", readlink)
+    found = surroundings.container()
+    assert (found["ipc_namespace"], found["pid_namespace"]) == namespaces
 
 
 def test_every_switch_that_the_overlay_declares_is_listed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 from neaptide.errors import ExitCode, NeaptideError
+from neaptide.ledger import live
 from neaptide.ledger.live import read_live, run_live
 from neaptide.output import Progress
 
+ROOT = Path(__file__).resolve().parents[2]
 RANK: dict[str, Any] = {
     "device": "a card", "free_bytes": 500, "large_blocks": [], "pcie_held_bytes": 0, "rank": 1,
     "regions": [
@@ -68,6 +71,19 @@ def test_another_file(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(NeaptideError, match="a file that a patched vLLM wrote under VLLM_NEAPTIDE_LEDGER_FILE"):
         read_live(path)
+
+
+def test_a_file_of_another_schema(tmp_path: Path) -> None:
+    with pytest.raises(NeaptideError, match="schema_version 2; wanted 1, which this neaptide reads"):
+        read_live(file(tmp_path, schema_version=2))
+
+
+def test_the_schema_is_that_of_the_overlay() -> None:
+    """Which writes it, and runs in the engine without this tool."""
+    tree = ast.parse((ROOT / "overlay/vllm/v1/worker/memory_ledger.py").read_text())
+    (value,) = [node.value for node in tree.body if isinstance(node, ast.Assign)
+                and ast.unparse(node.targets[0]) == "SCHEMA_VERSION"]  # fmt: skip
+    assert ast.literal_eval(value) == live.SCHEMA_VERSION
 
 
 def test_no_file(tmp_path: Path) -> None:

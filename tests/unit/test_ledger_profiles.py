@@ -75,6 +75,18 @@ def test_what_follows_from_the_fields() -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("pcie_collectives=1", "1"), ("speculative_method=3", "3"), ("description=true", "true"),
+        ("attention_backend=1.5", "1.5"), ("ring=true", True), ("max_num_seqs=0x10", 16), ("ring_wire_mode=0", "0"),
+    ],
+)  # fmt: skip
+def test_a_changed_value_is_read_by_the_kind_of_its_field(change: str, value: Any) -> None:
+    """A text needs no quotes, and looks like a number if it likes."""
+    assert getattr(load_profile(ROOT, "turnkey", [change]), change.partition("=")[0]) == value
+
+
+@pytest.mark.parametrize(
     ("changes", "found"),
     [
         ({"attention_heads": 90}, "attention_heads is 90; wanted a multiple of the 4 ranks of tensor_parallel"),
@@ -169,6 +181,10 @@ def test_a_dump_without_speculation_or_graphs(tmp_path: Path) -> None:
         ({**DUMP, "kv_cache": {"bytes": 3}}, "kv_cache is {\"bytes\": 3}, no kv_bytes_per_token"),
         ({**DUMP, "device": {"capability": [7], "multiprocessors": 1}}, "device.capability is [7], no architecture"),
         ({**DUMP, "scheduler_config": {"max_num_seqs": 0, "max_num_batched_tokens": 1}}, "at `$.max_num_seqs`"),
+        ({**DUMP, "model_config": {**DUMP["model_config"], "architecture": 3}}, "model_config.architecture is 3, no"),
+        ({**DUMP, "kv_cache": {"bytes": float("inf"), "tokens": 1}}, "no kv_bytes_per_token"),
+        ({**DUMP, "use_v2_model_runner": []}, "use_v2_model_runner is [], no runner"),
+        ({**DUMP, "device": {"capability": 12, "multiprocessors": 1}}, "device.capability is 12, no architecture"),
         ("{", "no JSON"),
         ("[]", "a list; wanted the form of docs/ledger.md"),
     ],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_standins import CARD
 from neaptide import reproduce
 from neaptide.cli import build_parser
+from neaptide.doctor.machine import Machine
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.output import Progress
 
@@ -32,8 +36,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return told
 
 
-def run(name: str, devices: int) -> tuple[ExitCode, dict[str, Any]]:
-    return reproduce.run(name, ROOT, Path("/some/python"), Progress(), lambda: devices)
+def run(
+    name: str, devices: int, major: int = 9, python: Path = Path("/some/python")
+) -> tuple[ExitCode, dict[str, Any]]:
+    machine = Machine((replace(CARD, capability=(major, 0)),) * devices)
+    return reproduce.run(name, ROOT, python, Progress(), lambda _: machine)
 
 
 def test_what_needs_a_device_is_named(called: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +49,45 @@ def test_what_needs_a_device_is_named(called: list[list[str]], capsys: pytest.Ca
     assert [step["exit_code"] for step in out["steps"]] == [0, None]
     assert [arguments[2:5] for arguments in called] == [["neaptide", "slabs", "--pin"]]
     assert "--python" in called[0]
-    assert "it needs two CUDA devices, and 1 devices are seen here" in capsys.readouterr().err
+    assert "it needs two CUDA devices; seen here: RTX PRO 6000 (9.0)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "devices", "major", "ran"), [
+    ("direct", 1, 12, True), ("direct", 8, 9, False), ("direct", 0, 0, False),
+    ("graphs", 4, 12, True), ("graphs", 3, 12, False), ("graphs", 4, 9, False),
+])  # fmt: skip
+def test_a_capability_is_needed_as_a_count_is(
+    called: list[list[str]], name: str, devices: int, major: int, ran: bool
+) -> None:
+    assert (run(name, devices, major)[1]["steps"][-1]["exit_code"] is not None) == ran
+
+
+def test_devices_are_looked_at_once_and_for_a_cpu_not_at_all(called: list[list[str]]) -> None:
+    looked: list[Path | None] = []
+
+    def look(python: Path | None) -> Machine:
+        looked.append(python)
+        return Machine()
+
+    reproduce.run("graphs", ROOT, Path("/some/python"), Progress(), look)
+    assert looked == [Path("/some/python")]
+    reproduce.run("rank-data", ROOT, None, Progress(), look)
+    assert len(looked) == 1
+
+
+def test_tests_that_skip_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """A run of real pytest whose tests want more than there is ends with 0."""
+    file = tmp_path / "test_it.py"
+    file.write_text("import pytest\n@pytest.mark.skip(reason='4 CUDA devices are needed, and torch sees 2')\n"
+                    "def test_four(): pass\ndef test_two(): pass\n")  # fmt: skip
+    step = reproduce.Step(f"pytest {file}", "it", reproduce.TWO)
+    monkeypatch.setitem(reproduce.FINDINGS, "it", reproduce.Finding("it", (step,)))
+    code, out = run("it", 2, python=Path(sys.executable))
+    (row,) = out["steps"]
+    assert (row["exit_code"], row["skipped"], code) == (0, ["test_it::test_four"], ExitCode.FINDINGS)
+    assert "not shown, skipped: test_it::test_four: 4 CUDA devices are needed" in capfd.readouterr().err
+    file.write_text("def test_two(): pass\n")
+    assert run("it", 2, python=Path(sys.executable))[0] is ExitCode.DONE
 
 
 def test_with_devices_all_is_run_and_a_failure_is_a_finding(called: list[list[str]]) -> None:

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from neaptide.cli import main
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.output import Progress
 from neaptide.simulate import command, view
@@ -290,6 +291,33 @@ def test_the_command_compares_with_the_recording(capsys: pytest.CaptureFixture[s
 def test_calls_that_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(NeaptideError):
         command.run(request(*arguments), Progress())
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        ("trace", ["--policy", "upstream"], "--policy with a file"),
+        ("trace", ["--columns", "9"], "--columns with a file"),
+        ("trace", ["--budget-mib", "512"], "--budget-mib with a file"),
+        ("trace", ["--sm100"], "--sm100 with a file"),
+        ("trace", ["--device", "0"], "--device with a trace"),
+        ("8192:98304", ["--total-bytes", "5"], "--total-bytes with a ladder"),
+        ("8192:98304", ["--device", "1"], "--device with a ladder"),
+    ],
+)
+def test_an_option_of_another_source_is_refused(source: str, options: list[str], says: str) -> None:
+    """It would change nothing, and its user would think that it did."""
+    data = Path(__file__).parent / "simulate_data/graphs-default.json.xz"
+    with pytest.raises(NeaptideError, match=says):
+        command.run(request(str(data) if source == "trace" else source, *options), Progress())
+
+
+@pytest.mark.parametrize("name", ["simulate", "profile", "reproduce"])
+@pytest.mark.parametrize("option", ["--pin=current", "--target=vllm", "--build=x"])
+def test_commands_that_read_no_tree_take_no_option_of_one(name: str, option: str, capsys: Any) -> None:
+    given = {"simulate": "8:9", "profile": "init", "reproduce": "list"}[name]
+    assert main([name, given, "--root", str(ROOT), option]) == 2
+    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["svg", "png"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,6 +132,42 @@ def test_an_altered_file_inside_is_named(image: ToyImage, name: str, how: str, s
     problems = image.problems()
     assert [p for p in problems if f"toy/{name} {said}" in p]
     assert all(p.startswith("inside: ") for p in problems)
+
+
+def test_a_file_that_record_does_not_name_is_named(image: ToyImage) -> None:
+    """Whoever adds a module or data to the package; bytecode, which an interpreter writes, is no problem."""
+    write_files(
+        image.site / "toy", {"extra.py": "X = 1\n", "data/a, b.txt": "x", "__pycache__/core.cpython-1.pyc": "x"}
+    )
+    (image.site / "toy/link.py").symlink_to(image.site / "toy/nowhere.py")
+    names = ("toy/data/a, b.txt", "toy/extra.py", "toy/link.py")
+    assert [p.rpartition(": ")[2] for p in image.problems()] == [f"{name} is not in RECORD" for name in names]
+
+
+@pytest.mark.parametrize("hashed", ["md5=1B2M2Y8AsgTpgAmY7PhCfg", "=abc", "sha256"])
+def test_a_hash_of_another_kind_is_a_problem_and_no_end(image: ToyImage, hashed: str) -> None:
+    record = next(image.site.glob("toy-*.dist-info")) / "RECORD"
+    lines = record.read_text().splitlines()
+    changed = [f"toy/__init__.py,{hashed},0" if line.startswith("toy/__init__.py,") else line for line in lines]
+    assert changed != lines
+    record.write_text("\n".join(changed) + "\n")
+    (problem,) = image.problems()
+    assert "toy/__init__.py " in problem
+
+
+def test_a_second_row_of_a_name_counts_too(image: ToyImage) -> None:
+    record = next(image.site.glob("toy-*.dist-info")) / "RECORD"
+    record.write_text(record.read_text() + "toy/__init__.py,sha256=AAAA,0\n")
+    (problem,) = image.problems()
+    assert problem.endswith("toy/__init__.py is not as RECORD has it")
+
+
+def test_a_lock_of_another_artefact_is_refused(image: ToyImage) -> None:
+    pin = image.repository.root / "patches/pins/current.toml"
+    pin.write_text(re.sub(r'sha256 = "\w+"', f'sha256 = "{"0" * 64}"', pin.read_text()))
+    code, report = image.verify("--image", "toy:good")
+    assert code == 2
+    assert "was made for another artefact of toy" in str(report["error"])
 
 
 def test_an_image_with_another_lock_and_files_to_it_is_not_verified(image: ToyImage) -> None:

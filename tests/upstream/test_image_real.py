@@ -105,9 +105,9 @@ def test_every_altered_file_fails_by_name(image: Image, check: Callable[[], subp
 
 def test_the_bill_of_materials_lists_both_packages(image: Image, tmp_path: Path) -> None:
     output = tmp_path / "share" / "sbom.cdx.json"
+    if shutil.which("cyclonedx-py") is None:
+        pytest.skip("cyclonedx-py is not on PATH")
     done = image.script("write-sbom", str(output), str(image.python))
-    if done.returncode == 2:
-        pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr
     versions = {c["name"]: c["version"] for c in json.loads(output.read_text())["components"]}
     assert versions == {a.package: a.version for a in load_pin(ROOT, PIN).targets.values()}

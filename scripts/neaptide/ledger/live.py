@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, ValidationError, json
+from msgspec import Struct, ValidationError, json, to_builtins
 
+from neaptide.bench.results import MIB
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.output import Progress
 
 SWITCH = "VLLM_NEAPTIDE_LEDGER_FILE"
-MIB = 1 << 20
+SCHEMA_VERSION = 1
 # Of what is not KV cache: more than this is to be looked into.
 MOST_RESIDUE = 0.02
 
@@ -75,6 +76,11 @@ def read_live(path: Path) -> Live:
             str(error), wanted=f"a file that a patched vLLM wrote under {SWITCH}",
             todo="Start the engine with it, and name FILE.rankN.json.", where=str(path),
         ) from error  # fmt: skip
+    if found.schema_version != SCHEMA_VERSION:
+        raise NeaptideError(
+            f"schema_version {found.schema_version}", wanted=f"{SCHEMA_VERSION}, which this neaptide reads",
+            todo="Use the neaptide that the engine was patched with.", where=str(path),
+        )  # fmt: skip
     parts = sum(region.bytes for region in found.regions) + found.free_bytes + found.residue_bytes
     if parts != found.total_bytes:
         raise NeaptideError(
@@ -98,13 +104,5 @@ def run_live(paths: Sequence[Path], progress: Progress) -> tuple[ExitCode, dict[
     findings = [text for one in ranks for text in one.findings]
     for text in findings:
         progress.note(text)
-    out = {"findings": findings, "ranks": [_as_dict(one) for one in ranks]}
+    out = {"findings": findings, "ranks": [to_builtins(one) for one in ranks]}
     return ExitCode.FINDINGS if findings else ExitCode.DONE, out
-
-
-def _as_dict(one: Live) -> dict[str, Any]:
-    return {
-        "device": one.device, "free_bytes": one.free_bytes, "pcie_held_bytes": one.pcie_held_bytes, "rank": one.rank,
-        "regions": [{"bytes": r.bytes, "in_torch": r.in_torch, "name": r.name} for r in one.regions],
-        "residue_bytes": one.residue_bytes, "residue_share": one.residue_share, "total_bytes": one.total_bytes,
-    }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
@@ -130,12 +130,18 @@ def _change(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise NeaptideError(f"{text!r}", wanted="FIELD=VALUE", todo="For example --set engine=fork.", where="--set")
-    if name in ("name", "pcie_collectives", "ring_wire_mode"):
+    if _is_text(name):
         return name, value
     try:
         return name, tomllib.loads(f"value = {value}")["value"]
     except ValueError:
         return name, value
+
+
+def _is_text(name: str) -> bool:
+    """Whether a field is one, so that its value needs no quotes."""
+    kinds = {field.name: field.type for field in msgspec.structs.fields(Profile)}
+    return kinds.get(name) is str or get_origin(kinds.get(name)) is Literal
 
 
 def checked(data: dict[str, Any], where: str) -> Profile:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from neaptide.simulate.ladders import POLICIES, ladder_trace, overlay_sizes, par
 from neaptide.simulate.replay import Run, run_trace
 from neaptide.simulate.settings import MIB, parse_settings
 from neaptide.simulate.snapshots import read_snapshot
-from neaptide.simulate.traces import TOTAL_BYTES, Trace, read_trace
+from neaptide.simulate.traces import Trace, read_trace
 from neaptide.simulate.viewer import write_snapshot
 
 
@@ -28,21 +29,16 @@ class Request:
         root: the repository, whose overlay decides the sizes of ladders.
         settings: a value of ``PYTORCH_ALLOC_CONF``; None for those of the trace, or the default ones.
         limit_bytes: most that may be reserved; None for no limit.
-        policies: of a ladder; all of them by default.
+        of_ladder: ``policies`` (all by default), and arguments of :class:`~neaptide.simulate.ladders.Ladder`.
+        of_snapshot: ``device`` and ``total_bytes`` of :func:`~neaptide.simulate.snapshots.read_snapshot`.
     """
 
     source: str
     root: Path
     settings: str | None = None
     limit_bytes: int | None = None
-    total_bytes: int = TOTAL_BYTES
-    policies: tuple[str, ...] = POLICIES
-    columns: int | None = None
-    layers: int = 2
-    heads: int = 32
-    budget_bytes: int = 512 * MIB
-    sm100: bool = False
-    device: int | None = None
+    of_ladder: Mapping[str, Any] = field(default_factory=dict)
+    of_snapshot: Mapping[str, Any] = field(default_factory=dict)
     plot: Path | None = None
     snapshot: Path | None = None
 
@@ -52,13 +48,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("source", metavar="TRACE|LADDER", help="a trace, a pickle of torch.cuda.memory._snapshot(), or CHUNK:TOTAL")
     add("--settings", default=None, help="PYTORCH_ALLOC_CONF to run under (default: the trace's, else PyTorch's)")
     add("--limit-bytes", type=int, default=None, help="most that may be reserved")
-    add("--total-bytes", type=int, default=TOTAL_BYTES, help="snapshot: memory of the device (default: 80 GiB)")
-    add("--policy", action="append", default=[], choices=POLICIES, help="ladder: only this one (repeatable)")
+    add("--total-bytes", type=int, default=None, help="snapshot: memory of the device (default: 80 GiB)")
+    add("--policy", action="append", default=None, choices=POLICIES, help="ladder: only this one (repeatable)")
     add("--columns", type=int, default=None, help="ladder: max_model_len (default: its end)")
-    add("--layers", type=int, default=2, help="ladder: layers with an indexer (default: 2)")
-    add("--heads", type=int, default=32, help="ladder: index heads (default: 32)")
-    add("--budget-mib", type=int, default=512, help="ladder: VLLM_SPARSE_INDEXER_MAX_LOGITS_MB (default: 512)")
-    add("--sm100", action="store_true", help="ladder: BF16 logits and an FP32 copy")
+    add("--layers", type=int, default=None, help="ladder: layers with an indexer (default: 2)")
+    add("--heads", type=int, default=None, help="ladder: index heads (default: 32)")
+    add("--budget-mib", type=int, default=None, help="ladder: VLLM_SPARSE_INDEXER_MAX_LOGITS_MB (default: 512)")
+    add("--sm100", action="store_true", default=None, help="ladder: BF16 logits and an FP32 copy")
     add("--device", type=int, default=None, help="snapshot: the device (default: the first with a history)")
     add("--plot", type=Path, default=None, metavar="FILE", help="reserved and allocated bytes, as SVG or PNG")
     add("--snapshot", type=Path, default=None, metavar="FILE", help="a pickle for PyTorch's memory viewer")
@@ -66,12 +62,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def request_of(args: argparse.Namespace, root: Path) -> Request:
     """The request of a command line that :func:`add_options` described."""
+    budget = None if args.budget_mib is None else args.budget_mib * MIB
+    of_ladder = {
+        "policies": args.policy, "columns": args.columns, "layers": args.layers, "heads": args.heads,
+        "budget_bytes": budget, "sm100": args.sm100,
+    }  # fmt: skip
+    of_snapshot = {"device": args.device, "total_bytes": args.total_bytes}
     return Request(
         source=args.source, root=root, settings=args.settings, limit_bytes=args.limit_bytes,
-        total_bytes=args.total_bytes, policies=tuple(args.policy) or POLICIES, columns=args.columns,
-        layers=args.layers, heads=args.heads, budget_bytes=args.budget_mib * MIB, sm100=args.sm100,
-        device=args.device, plot=args.plot, snapshot=args.snapshot,
+        of_ladder=_given(of_ladder), of_snapshot=_given(of_snapshot), plot=args.plot, snapshot=args.snapshot,
     )  # fmt: skip
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def run(request: Request, progress: Progress) -> tuple[ExitCode, dict[str, Any]]:
@@ -101,37 +105,50 @@ def run(request: Request, progress: Progress) -> tuple[ExitCode, dict[str, Any]]
 
 def _check(request: Request) -> None:
     parse_settings(request.settings or "")
-    numbers = ("layers", "heads", "budget_bytes", "total_bytes")
-    low = [name for name in numbers if getattr(request, name) <= 0]
-    if request.limit_bytes is not None and request.limit_bytes < 0:
-        low.append("limit_bytes")
-    if low:
-        raise NeaptideError(f"{low[0]} is {getattr(request, low[0])}", wanted="a positive number", todo="Give another.")
+    numbers = {"limit_bytes": request.limit_bytes, **request.of_ladder, **request.of_snapshot}
+    for name in ("layers", "heads", "budget_bytes", "total_bytes", "limit_bytes"):
+        value, least = numbers.get(name), 0 if name == "limit_bytes" else 1
+        if value is not None and value < least:
+            raise NeaptideError(f"{name} is {value}", wanted="a positive number", todo="Give another.")
 
 
 def _traces(request: Request) -> list[tuple[Trace, int]]:
     """Traces, and the operations of the first chunk; 0 for a trace that is no ladder."""
-    ladder = parse_ladder(
-        request.source, request.columns, layers=request.layers, heads=request.heads,
-        budget_bytes=request.budget_bytes, sm100=request.sm100,
-    )  # fmt: skip
+    of_ladder = dict(request.of_ladder)
+    policies = of_ladder.pop("policies", POLICIES)
+    ladder = parse_ladder(request.source, **of_ladder)
     if ladder is not None:
+        _refuse_others("a ladder", request.of_snapshot)
         sizes = overlay_sizes(request.root / "overlay")
-        if request.snapshot is not None and len(request.policies) > 1:
+        if request.snapshot is not None and len(policies) > 1:
             raise NeaptideError(
-                f"{len(request.policies)} policies", wanted="one run in a snapshot", todo="Choose one with --policy.",
+                f"{len(policies)} policies", wanted="one run in a snapshot", todo="Choose one with --policy.",
                 where="--snapshot",
             )  # fmt: skip
-        return [ladder_trace(ladder, policy, sizes) for policy in request.policies]
+        return [ladder_trace(ladder, policy, sizes) for policy in policies]
     path = Path(request.source)
     if not path.is_file():
         raise NeaptideError(
             "no such file, and no ladder", wanted="a trace, a pickle of a snapshot, or CHUNK:TOTAL",
             todo="For example: neaptide simulate 8192:98304.", where=request.source,
         )  # fmt: skip
+    _refuse_others("a file", request.of_ladder)
     if path.suffix in (".json", ".xz"):
+        _refuse_others("a trace", request.of_snapshot)
         return [(read_trace(path), 0)]
-    return [(read_snapshot(path, request.device, request.total_bytes), 0)]
+    return [(read_snapshot(path, **request.of_snapshot), 0)]
+
+
+OPTIONS = {"policies": "--policy", "budget_bytes": "--budget-mib"}
+
+
+def _refuse_others(source: str, options: Mapping[str, Any]) -> None:
+    """Options that are about another kind of source."""
+    for name in options:
+        raise NeaptideError(
+            f"{OPTIONS.get(name, '--' + name.replace('_', '-'))} with {source}", wanted="options of that source alone",
+            todo="Leave it out; see `neaptide simulate --help`.", where="simulate",
+        )  # fmt: skip
 
 
 def _write(request: Request, runs: list[Run]) -> None:

@@ -52,13 +52,13 @@ class RecordedAddresses:
     """The addresses of a recording, as long as it asked for the same; rising ones from then on.
 
     Attributes:
-        left: what the simulation asked for where the recording has something else; None while they agree.
+        left: whether the simulation has asked for something else than the recording has.
     """
 
     def __init__(self, events: Iterable[SegmentEvent]) -> None:
         taken = [event for event in events if event.action in ("segment_alloc", "segment_map")]
         self.events = deque(taken)
-        self.left: str | None = None
+        self.left = False
         self.rising = RisingAddresses()
         self.rising.next = max([self.rising.next, *(round_up(e.address + e.size_bytes, 1 << 40) for e in taken)])
 
@@ -68,18 +68,18 @@ class RecordedAddresses:
 
     def virtual_range(self, size_bytes: int, stream: int, taken: Sequence[range]) -> int:
         """Where the recording maps next, which is the beginning of a new range."""
-        following = self.events[0] if self.events and self.left is None else None
+        following = self.events[0] if self.events and not self.left else None
         if following is not None and (following.action, following.stream) == ("segment_map", stream):
             if not any(following.address in addresses for addresses in taken):
                 return following.address
-        self.left = self.left or f"a virtual range on stream {stream}"
+        self.left = True
         return self.rising.virtual_range(size_bytes, stream, taken)
 
     def mapped(self, address: int, size_bytes: int, stream: int) -> None:
         self._taken(SegmentEvent("segment_map", address, size_bytes, stream))
 
     def _taken(self, asked: SegmentEvent) -> SegmentEvent | None:
-        if self.left is not None:
+        if self.left:
             return None
         event = self.events.popleft() if self.events else None
         same = event is not None and (event.action, event.size_bytes, event.stream) == (
@@ -87,7 +87,7 @@ class RecordedAddresses:
         )  # fmt: skip
         if event is not None and same and asked.address in (0, event.address):
             return event
-        self.left = f"{asked.action} of {asked.size_bytes} bytes on stream {asked.stream}"
+        self.left = True
         return None
 
 
@@ -116,7 +116,7 @@ class Driver:
 
     def __init__(self, addresses: Addresses, total_bytes: int) -> None:
         self.addresses, self.total_bytes = addresses, total_bytes
-        self.reserved_bytes = self.segments = self.device_allocs = self.device_frees = self.step = 0
+        self.reserved_bytes = self.segments = self.device_allocs = self.step = 0
         self.ranges: list[range] = []
         self.history: list[Entry] | None = None
 
@@ -156,5 +156,4 @@ class Driver:
 
     def _gave(self, action: str, address: int, size_bytes: int, stream: int, pool: int) -> None:
         self.reserved_bytes -= size_bytes
-        self.device_frees += 1
         self.note(action, address, size_bytes, stream, pool)
