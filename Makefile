@@ -34,11 +34,12 @@ locks: .venv/ready
 bump: .venv/ready
 	$(BIN)/python tests/bench/bump
 
-# The plots of README and docs: a ledger, and a ladder through the simulated allocator.
+# The plots of README and docs, and the tables of docs/ledger.md: ledgers, and a ladder through the simulated allocator.
 plots: .venv/ready-test
 	$(PIP) --editable '.[bench]'
 	$(BIN)/neaptide ledger turnkey --plot docs/ledger-turnkey.svg
 	$(BIN)/neaptide ledger gate --plot docs/ledger-gate.svg
+	$(BIN)/python tests/bench/ledger_tables.py
 	$(BIN)/neaptide simulate 8192:98304 --plot docs/ladder-simulated.svg
 
 clean:

@@ -318,7 +318,7 @@ def test_a_finding_is_shown_and_is_the_exit_code(capsys: pytest.CaptureFixture[s
 
 def test_one_launch_counts_as_activation_where_the_reservation_holds_it() -> None:
     """The profile run reserves 64 MiB here."""
-    assert regions()["prefill logits, one launch"].upstream_term is Term.ACTIVATION
+    assert regions()["prefill logits, one launch"].upstream_over == 0
     profile = load_profile(ROOT, "gate")
     vllm, b12x = answers(profile)
     for side, reserved in ((vllm.upstream, 39), (vllm.overlay, 16)):
@@ -326,7 +326,23 @@ def test_one_launch_counts_as_activation_where_the_reservation_holds_it() -> Non
     found = command.ledger(profile, "current", Options(root=ROOT, build=ROOT / "build"), (vllm, b12x))
     (one,) = [region for region in found if region.name == "prefill logits, one launch"]
     assert (one.upstream_bytes, one.overlay_bytes) == (40 * MIB, 16 * MIB)
-    assert (one.upstream_term, one.overlay_term) == (Term.NONE, Term.ACTIVATION)
+    assert (one.upstream_term, one.upstream_over, one.overlay_over) == (Term.ACTIVATION, MIB, 0)
+    assert show.region_row(one)[5] == "peak activation but for 1.00 / peak activation"
+    before, after = by_term(list(regions().values())), by_term(found)
+    assert after["none"].upstream_bytes - before["none"].upstream_bytes == MIB
+    assert before["peak activation"].upstream_bytes - after["peak activation"].upstream_bytes == MIB
+    assert sum(both.upstream_bytes for both in after.values()) == total(found).upstream_bytes
+
+
+def test_an_eager_decode_step_beyond_the_reservation_is_in_no_term_there() -> None:
+    profile = load_profile(ROOT, "gate", ["full_graphs=false"])
+    vllm, b12x = answers(profile)
+    for side in (vllm.upstream, vllm.overlay):
+        side["decode"] |= {"logits_bytes": 50 * MIB, "copy_bytes": 100 * MIB}
+    found = command.ledger(profile, "current", Options(root=ROOT, build=ROOT / "build"), (vllm, b12x))
+    by_name = {one.name: one for one in found}
+    assert by_name["decode logits"].upstream_over == 0
+    assert by_name["decode logits, FP32 copy"].upstream_over == 86 * MIB
 
 
 # What the allocator keeps

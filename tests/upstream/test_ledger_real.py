@@ -15,6 +15,10 @@ from neaptide.output import Progress
 from neaptide.session import Options
 from real import PINS, ROOT
 
+sys.path.insert(0, str(ROOT / "tests" / "bench"))
+
+import ledger_tables
+
 MIB = 1 << 20
 RUNS = {
     "turnkey current": ("turnkey", "current"),
@@ -42,7 +46,11 @@ def ledgers() -> Ledgers:
         for case, profile, answers in zip(cases, profiles, ask(profiles, pin, options, Progress()), strict=True):
             regions = command.ledger(profile, pin, options, answers)
             said = command.as_json(profile, pin, regions)
-            found[case] = {**said, "by_name": {region["name"]: region for region in said["regions"]}}
+            found[case] = {
+                **said,
+                "objects": regions,
+                "by_name": {region["name"]: region for region in said["regions"]},
+            }
     return found
 
 
@@ -161,9 +169,15 @@ def test_workspace_and_attention(ledgers: Ledgers) -> None:
 
 
 def test_the_totals_of_turnkey_and_gate(ledgers: Ledgers) -> None:
-    """As docs/ledger.md has them."""
-    page = (ROOT / "docs" / "ledger.md").read_text()
-    for name in ("turnkey current", "gate current"):
-        sums = ledgers[name]["sums"]["all"]
-        sizes = [f"{sums[key] / MIB:,.2f}" for key in ("upstream_bytes", "overlay_bytes", "saved_bytes")]
-        assert f"| all | {' | '.join(sizes)} | {sums['saved_kv_tokens']:,} |" in page
+    """As docs/ledger.md has them, and README those of turnkey. `make plots` writes the tables."""
+    page, readme = (ROOT / "docs" / "ledger.md").read_text(), (ROOT / "README.md").read_text()
+    for name in ("turnkey", "gate"):
+        found = ledgers[f"{name} current"]
+        wanted = ledger_tables.tables(found["objects"], found["profile"]["kv_bytes_per_token"])
+        begin, end = (f"<!-- {ledger_tables.marker(name)}: {word} -->\n" for word in ("begin", "end"))
+        assert page.split(begin)[1].split(end)[0] == wanted
+    turnkey = ledgers["turnkey current"]
+    sums, kept = turnkey["sums"]["all"], turnkey["by_name"]["prefill logits, kept by the allocator"]["upstream_bytes"]
+    up, ours, tokens = sums["upstream_bytes"], sums["overlay_bytes"], sums["saved_kv_tokens"]
+    assert f"{up / MIB:,.2f} MiB upstream, {ours / MIB:,.2f} with the series, {tokens:,} KV-cache tokens" in readme
+    assert f"{kept / MIB:,.0f} MiB of that is" in readme

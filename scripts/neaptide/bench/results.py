@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from neaptide.bench.engine import UPSTREAM
+from neaptide.disk import write_bytes
 from neaptide.errors import NeaptideError
 from neaptide.output import Progress
 
@@ -116,6 +118,23 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             series = [row["boot"]["reserved_bytes"], *(s["reserved_bytes"] for s in row["steps"])]
             panels.setdefault(row["case"], []).append((row["variant"], series))
     plot_bytes(panels, "engine step", "reserved, GiB", path)
+
+
+def between_markers(path: Path, name: str, text: str) -> None:
+    """Put ``text`` into a page, between the comments that say where ``name`` begins and ends.
+
+    Raises:
+        NeaptideError: they are not there once.
+    """
+    begin, end = (f"<!-- {name}: {word} -->" for word in ("begin", "end"))
+    pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
+    after, found = pattern.subn(lambda _: f"{begin}\n{text}{end}", path.read_text(encoding="utf-8"))
+    if found != 1:
+        raise NeaptideError(
+            f"{found} places for {name}", wanted=f"one, between {begin} and {end}", todo="Put the two lines in.",
+            where=str(path),
+        )  # fmt: skip
+    write_bytes(path, after.encode())
 
 
 def figure_of(width: float, height: float) -> Any:

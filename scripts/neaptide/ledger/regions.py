@@ -34,6 +34,7 @@ class Region:
         patches: those that change it.
         upstream_bytes, overlay_bytes: None where there is no size: it takes a device, or a planner refused.
         upstream_term, overlay_term: where each side's is counted.
+        upstream_over, overlay_over: bytes of a side beyond what its term has reserved, and so counted in none.
         reached: whether this pin's engine, as the profile has it, gets there.
         part_of: the region whose bytes these are; "" for one of its own.
         note: what the numbers rest on; why it is not reached, or which command measures it.
@@ -52,6 +53,8 @@ class Region:
     note: str
     reached: bool = True
     part_of: str = ""
+    upstream_over: int = 0
+    overlay_over: int = 0
     missing: str = "device"
     finding: str = ""
 
@@ -117,14 +120,14 @@ def by_lifetime(regions: Sequence[Region]) -> dict[str, Sum]:
 
 def by_term(regions: Sequence[Region]) -> dict[str, Sum]:
     """Sums of each term of the budget, each side's where that side is counted; together they are the total."""
-    chosen = [region for region in regions if region.summed]
-    return {
-        term.value: Sum(
-            sum(r.upstream_bytes or 0 for r in chosen if r.upstream_term is term),
-            sum(r.overlay_bytes or 0 for r in chosen if r.overlay_term is term),
-        )
-        for term in Term
-    }
+    upstream, overlay = dict.fromkeys(Term, 0), dict.fromkeys(Term, 0)
+    for region in regions:
+        if region.summed:
+            upstream[region.upstream_term] += (region.upstream_bytes or 0) - region.upstream_over
+            upstream[Term.NONE] += region.upstream_over
+            overlay[region.overlay_term] += (region.overlay_bytes or 0) - region.overlay_over
+            overlay[Term.NONE] += region.overlay_over
+    return {term.value: Sum(upstream[term], overlay[term]) for term in Term}
 
 
 def check_sums(regions: Sequence[Region]) -> None:

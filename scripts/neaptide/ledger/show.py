@@ -21,7 +21,10 @@ def mib(value: int | None, missing: str = "") -> str:
 
 
 def region_row(region: Region) -> list[str]:
-    terms = dict.fromkeys((region.upstream_term.value, region.overlay_term.value))
+    terms = dict.fromkeys((
+        _counted_in(region.upstream_term.value, region.upstream_over),
+        _counted_in(region.overlay_term.value, region.overlay_over),
+    ))  # fmt: skip
     sizes = [*(mib(size, region.missing) for size in (region.upstream_bytes, region.overlay_bytes)),
              mib(region.saved_bytes)]  # fmt: skip
     if not region.summed:
@@ -31,6 +34,10 @@ def region_row(region: Region) -> list[str]:
         f"- {region.name}" if region.part_of else region.name, *sizes, region.lifetime.value, " / ".join(terms),
         "yes" if region.reached else "no", " ".join(region.patches),
     ]  # fmt: skip
+
+
+def _counted_in(term: str, over: int) -> str:
+    return f"{term} but for {mib(over)}" if over else term
 
 
 def sum_rows(regions: Sequence[Region], kv_bytes: int) -> list[list[str]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from neaptide.ledger.asking import Answers
 from neaptide.ledger.kept import Logits, prefill_logits
@@ -65,16 +66,19 @@ def prefill(profile: Profile, answers: Answers, patch: str) -> Iterator[Region]:
     bound = f"within {profile.margin_mib:,} MiB beside the profile's" if margin else "with no bound"
     yield Region(
         "prefill logits, one launch", owner, (patch,), up.launch_bytes, ours.launch_bytes, Lifetime.CALL,
-        _fits(up.launch_bytes, reserved[0]), _fits(ours.launch_bytes, reserved[1]),
+        Term.ACTIVATION, Term.ACTIVATION,
         f"at the fullest moment; {len(launches[0]):,} launches upstream, {len(launches[1]):,} ours, a layer, of at "
         f"most {max(launches[0]):,} B, {max(launches[1]):,} ours; at most {sides[0]['columns']:,} columns; the profile "
         f"reserves {reserved[0]:,} B, {reserved[1]:,} ours",
+        upstream_over=_over(up.launch_bytes, 0, reserved[0]), overlay_over=_over(ours.launch_bytes, 0, reserved[1]),
     )  # fmt: skip
     yield Region(
         "prefill logits, FP32 copy", owner, (patch,), up.copy_bytes, ours.copy_bytes, Lifetime.CALL,
-        _fits(up.launch_bytes + up.copy_bytes, reserved[0]), _fits(ours.launch_bytes + ours.copy_bytes, reserved[1]),
+        Term.ACTIVATION, Term.ACTIVATION,
         "of BF16 logits" if up.copy_bytes else "none: these kernels write FP32",
         reached=profile.architecture == "sm100",
+        upstream_over=_over(up.copy_bytes, up.launch_bytes, reserved[0]),
+        overlay_over=_over(ours.copy_bytes, ours.launch_bytes, reserved[1]),
     )  # fmt: skip
     # r12's patch of the logits lets go of the previous launch itself.
     release = "vllm/indexer-drop-previous-logits" if patch.endswith("indexer-logits") else patch
@@ -104,8 +108,9 @@ def without_memory(owner: str, patch: str, up: Logits, ours: Logits, bound: str)
     )  # fmt: skip
 
 
-def _fits(nbytes: int, reserved: int) -> Term:
-    return Term.ACTIVATION if nbytes <= reserved else Term.NONE
+def _over(nbytes: int, before: int, reserved: int) -> int:
+    """Bytes that a reservation has no room for behind ``before`` others."""
+    return min(nbytes, max(0, before + nbytes - reserved))
 
 
 def decode(profile: Profile, answers: Answers, patch: str) -> Iterator[Region]:
@@ -113,23 +118,28 @@ def decode(profile: Profile, answers: Answers, patch: str) -> Iterator[Region]:
     sides = (answers.upstream, answers.overlay)
     up, ours = (side["decode"] for side in sides)
     captured = profile.full_graphs and up["rows"] <= profile.largest_capture_rows
-    terms = [
-        Term.GRAPHS if captured
-        else _fits(side["decode"]["logits_bytes"] + side["decode"]["copy_bytes"], side["profile_run"]["reserved_bytes"])
-        for side in sides
-    ]  # fmt: skip
-    lifetime = Lifetime.CAPTURE if captured else Lifetime.CALL
+    term, lifetime = (Term.GRAPHS, Lifetime.CAPTURE) if captured else (Term.ACTIVATION, Lifetime.CALL)
+    over = [(0, 0) if captured else _decode_over(side) for side in sides]
     where = "in the pool of the FULL graphs" if captured else "of an eager step"
     owner = _op(profile)
     yield Region(
-        "decode logits", owner, (patch,), up["logits_bytes"], ours["logits_bytes"], lifetime, terms[0], terms[1],
+        "decode logits", owner, (patch,), up["logits_bytes"], ours["logits_bytes"], lifetime, term, term,
         f"{up['rows']:,} rows, {ours['rows_at_once']:,} at once with the overlay; {where}",
+        upstream_over=over[0][0], overlay_over=over[1][0],
     )  # fmt: skip
     yield Region(
-        "decode logits, FP32 copy", owner, (patch,), up["copy_bytes"], ours["copy_bytes"], lifetime, terms[0],
-        terms[1], f"of BF16 logits; {where}" if up["copy_bytes"] else "none: these kernels write FP32, or BF16 is read",
+        "decode logits, FP32 copy", owner, (patch,), up["copy_bytes"], ours["copy_bytes"], lifetime, term, term,
+        f"of BF16 logits; {where}" if up["copy_bytes"] else "none: these kernels write FP32, or BF16 is read",
         reached=profile.architecture == "sm100" and bool(up["copy_bytes"]),
+        upstream_over=over[0][1], overlay_over=over[1][1],
     )  # fmt: skip
+
+
+def _decode_over(side: Mapping[str, Any]) -> tuple[int, int]:
+    """Of the logits and of their copy, what the profile run has not reserved."""
+    step, reserved = side["decode"], side["profile_run"]["reserved_bytes"]
+    logits, copy = step["logits_bytes"], step["copy_bytes"]
+    return _over(logits, 0, reserved), _over(copy, logits, reserved)
 
 
 def attention(profile: Profile, answers: Answers) -> Iterator[Region]:

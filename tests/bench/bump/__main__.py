@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 import table
 from baselines import require_tools
 from neaptide import jsonfile
+from neaptide.bench.results import between_markers
 from neaptide.disk import write_bytes
 from neaptide.errors import NeaptideError
 from neaptide.fetch import sdist_path
@@ -34,7 +34,6 @@ RELEASES = (
     "vllm==0.33.0", "vllm==0.32.0", "vllm==0.31.0", "vllm==0.30.0", "vllm==0.29.0", "vllm==0.28.0", "vllm==0.27.1",
     "b12x==1.5.1", "b12x==1.5.0", "b12x==1.3.0", "b12x==1.2.8", "b12x==1.2.6", "b12x==1.1.0",
 )  # fmt: skip
-BEGIN, END = "<!-- bump: begin -->", "<!-- bump: end -->"
 
 
 def main() -> int:
@@ -58,7 +57,7 @@ def main() -> int:
     print(f"{len(args.releases)} releases in {time.monotonic() - begun:.0f} s, after the downloads", file=sys.stderr)
     if not args.dry_run:
         write_bytes(args.output, jsonfile.encode(result(rows)))
-        between_markers(args.docs, text)
+        between_markers(args.docs, "bump", text)
     return 0 if table.sound(rows) else 1
 
 
@@ -95,15 +94,6 @@ def said(*command: str) -> str:
     """The version in the first line that a tool prints."""
     line = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0]
     return line.split()[-1]
-
-
-def between_markers(path: Path, text: str) -> None:
-    before = path.read_text(encoding="utf-8")
-    pattern = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
-    after, found = pattern.subn(lambda _: f"{BEGIN}\n{text}{END}", before)
-    if found != 1:
-        raise SystemExit(f"{path}: found {found} places between {BEGIN} and {END}, wanted one")
-    write_bytes(path, after.encode())
 
 
 if __name__ == "__main__":
