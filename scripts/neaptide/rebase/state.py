@@ -42,16 +42,20 @@ def _from(data: Mapping[str, Any]) -> Progressed:
 
 
 def save(path: Path, artefact: str, accepted: Accepted, plan: Plan) -> None:
-    outcomes = {f"{o.patch} {o.key}": o.status.value for o in plan.outcomes if o.status is not Status.CLEAN}
-    data = {"accepted": sorted(accepted), "artefact": artefact, "outcomes": outcomes, "schema_version": 1}
+    data = {"accepted": sorted(accepted), "artefact": artefact, "outcomes": _outcomes(plan), "schema_version": 1}
     write_bytes(path, jsonfile.encode(data))
+
+
+def _outcomes(plan: Plan) -> dict[str, str]:
+    """Status by patch and key of what is not clean."""
+    return {f"{o.patch} {o.key}": o.status.value for o in plan.outcomes if o.status is not Status.CLEAN}
 
 
 def since(before: Progressed, plan: Plan) -> str:
     """How many edits are better and worse than in the last run; nothing without one."""
     if not before.outcomes:
         return ""
-    now = {f"{o.patch} {o.key}": o.status.value for o in plan.outcomes if o.status is not Status.CLEAN}
+    now = _outcomes(plan)
     settled = [key for key in before.outcomes if key not in now]
     fresh = [key for key in now if key not in before.outcomes]
     return f"since the last run: {len(settled)} settled, {len(fresh)} new, {len(now)} to read in all"

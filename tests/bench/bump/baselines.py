@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
@@ -13,10 +14,9 @@ from pathlib import Path
 
 from neaptide.errors import NeaptideError
 from neaptide.git import DIFF_OPTIONS, Repo
-from neaptide.gitplace import commit_message
 from neaptide.outcomes import Plan
+from neaptide.rebase.rangediff import history
 
-_DATE = "2000-01-01T00:00:00Z"
 _HUNK = re.compile(r"^@@ .* @@ (?P<where>.*)$", re.MULTILINE)
 _ISOLATED = {
     "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_EDITOR": "true", "GIT_TERMINAL_PROMPT": "0",
@@ -70,20 +70,13 @@ class Workshop:
 
     def _export(self, folder: Path, plan: Plan) -> list[Path | None]:
         """One file a patch; None for a patch that changes nothing."""
-        read = {path: plan.subject.read(path) for path in self.paths}
-        head = self.import_tree({p: d for p, d in read.items() if d is not None})
         out: list[Path | None] = []
-        for number, patch in enumerate(plan.patches):
-            if not patch.files:
-                out.append(None)
-                continue
-            files = {f"{self.package}/{p}": d for p, d in patch.files.items()}
-            parent, scratch = head, self.top / ".git" / "scratch-index"
-            head = self.repo.commit_files(parent, files, commit_message(patch), _DATE, scratch)
+        for number, (parent, head) in enumerate(itertools.pairwise(history(self.repo, plan, self.package))):
             path = folder / f"{number:02}.patch"
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(self.repo.run("format-patch", "--stdout", *DIFF_OPTIONS, f"{parent}..{head}"))
-            out.append(path)
+            if head != parent:
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(self.repo.run("format-patch", "--stdout", *DIFF_OPTIONS, f"{parent}..{head}"))
+            out.append(path if head != parent else None)
         return out
 
     def import_tree(self, files: Mapping[str, bytes]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +11,13 @@ from unittest import mock
 
 import msgspec
 from neaptide import edits as planner
-from neaptide.model import Condition, Edit, Patch, expand_edit
+from neaptide.model import Condition, Edit, Patch
 from neaptide.operations import splices
 from neaptide.outcomes import EditOutcome, Plan
 from neaptide.pins import DEFAULT_PIN, TargetPin
+from neaptide.plan import keyed_edits
 from neaptide.rebase.planning import Library, Planned, files_of, plan_on
-from neaptide.series import edits_for, load_series
+from neaptide.series import load_series
 
 NEVER = Condition(version=">=999999")
 Texts = tuple[str, ...]
@@ -72,19 +72,9 @@ def load(library: Library, target: str, pin: TargetPin) -> Series:
     wanted = [
         Wanted(patch.name, edit, key, made[patch.name, repr(edit)])
         for patch in patches
-        for key, edit in keyed(patch, pin)
+        for key, edit in keyed_edits(patch, pin.version, pin.names)
     ]
     return Series(target, pin, patches, planned, wanted, states_of(planned.plan))
-
-
-def keyed(patch: Patch, pin: TargetPin) -> Iterator[tuple[str, Edit]]:
-    """The edits of a patch with the keys that their outcomes have."""
-    seen: Counter[str] = Counter()
-    for given in edits_for(patch, pin.version):
-        edit = expand_edit(given, dict(pin.names))
-        base = f"{edit.file}::{edit.symbol}::{edit.operation.rstrip('_')}"
-        seen[base] += 1
-        yield (base if seen[base] == 1 else f"{base}#{seen[base]}"), edit
 
 
 def states_of(plan: Plan) -> list[dict[str, bytes]]:
