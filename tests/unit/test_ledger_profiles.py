@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import tomllib
@@ -170,6 +171,27 @@ def test_a_dump_without_speculation_or_graphs(tmp_path: Path) -> None:
     assert code == 0
     profile = load_profile(ROOT, str(path))
     assert (profile.speculative_tokens, profile.full_graphs, profile.largest_capture_rows) == (0, False, 0)
+
+
+def test_an_engine_dumps_what_a_profile_is_made_from() -> None:
+    pytest.importorskip("torch")
+    path = ROOT / "overlay/vllm/v1/worker/configuration_dump.py"
+    spec = importlib.util.spec_from_file_location("configuration_dump", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    own = {"kv_cache", "device.capability", "device.multiprocessors"}
+    assert {field.dumped for field in FIELDS.values() if field.dumped} == {*module.PATHS, *own}
+
+
+def test_the_page_has_every_path_of_a_dump() -> None:
+    page = (ROOT / "docs" / "ledger.md").read_text()
+    required, optional = page.split("By hand, required:")[1].split("Optional:")
+    listed = [set(re.findall(r"`([a-z0-9_.]+)`", text)) for text in (required, optional.split("`kv_cache` is")[0])]
+    for field in FIELDS.values():
+        if field.dumped:
+            assert field.dumped in listed[field.optional], field.dumped
 
 
 @pytest.mark.parametrize(

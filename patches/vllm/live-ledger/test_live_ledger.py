@@ -215,6 +215,29 @@ def test_the_file(device: Device, worker: Any, tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.rank3.json"]
 
 
+def test_rank_0_writes_the_configuration_too(
+    device: Device, worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_NEAPTIDE_LEDGER_FILE", str(tmp_path / "ledger"))
+    given: list[int] = []
+    monkeypatch.setattr(memory_ledger, "configuration", lambda _, size: given.append(size) or {"kv": size})
+    worker.rank = 0
+    device.add([(at(worker.model_runner.kv_caches[0]), 30 * MIB, "active_allocated")])
+    assert memory_ledger.written(worker, "times") == "times"
+    assert json.loads((tmp_path / "ledger.config.json").read_text()) == {"kv": 30 * MIB}
+    assert given == [30 * MIB]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger.config.json", "ledger.rank0.json"]
+
+
+def test_an_engine_whose_configuration_is_another_serves_all_the_same(
+    device: Device, worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_NEAPTIDE_LEDGER_FILE", str(tmp_path / "ledger"))
+    worker.rank = 0
+    assert memory_ledger.written(worker, "times") == "times"
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.rank0.json"]
+
+
 def test_the_first_mark_of_a_phase_counts(device: Device, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may be profiled again."""
     monkeypatch.setenv("VLLM_NEAPTIDE_LEDGER_FILE", "ledger")

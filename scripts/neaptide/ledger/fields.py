@@ -93,7 +93,9 @@ FIELDS: dict[str, Field] = {
     "attention_backend": Field(
         "vLLM's name of the sparse MLA backend", '"FLASHMLA_SPARSE"', "attention_config.backend"
     ),
-    "topk_backend": Field("vLLM's indexer_topk_backend", '"auto"', "attention_config.indexer_topk_backend", True),
+    "topk_backend": Field(
+        "vLLM's sparse_indexer_topk_backend", '"auto"', "kernel_config.sparse_indexer_topk_backend", True
+    ),
     "prefill_workspace_factor": Field(
         "sparse_mla_prefill_workspace_factor; vLLM's own: 5 up to 262,144 tokens, 2 above",
         "5",

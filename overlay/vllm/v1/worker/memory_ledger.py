@@ -5,7 +5,7 @@ With ``VLLM_NEAPTIDE_LEDGER_FILE`` a worker marks the phases of its start-up (:f
 ``FILE.rankN.json``: regions that, with the free memory and a residue, sum to the device's total. Memory outside of
 torch's allocator (contexts, communicators, slabs of IPC memory, loaded kernels, graphs) is attributed to the phase in
 which the driver's figure grew; the allocator's blocks to the tensors in them, found from the model and the runner.
-Without the variable both functions do nothing.
+Rank 0 writes ``FILE.config.json`` as well (``configuration_dump``). Without the variable both functions do nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from typing import Any, TypeVar
 import torch
 import vllm.envs as envs
 from vllm.logger import init_logger
+from vllm.v1.worker.configuration_dump import configuration
 
 logger = init_logger(__name__)
 Result = TypeVar("Result")
 
 SCHEMA_VERSION = 1
 NAMED_FROM_BYTES = 64 << 20
+KV_CACHE = "KV cache"
 DEEP = 7
 # Phases in order, and what memory outside of torch that comes in each is called.
 PHASES: Mapping[str, str] = {
@@ -68,15 +70,27 @@ def written(worker: Any, result: Result) -> Result:
     """Write the ledger of this rank, if asked to; ``result`` is handed through."""
     if envs.VLLM_NEAPTIDE_LEDGER_FILE:
         mark(worker, "end")
-        path = f"{envs.VLLM_NEAPTIDE_LEDGER_FILE}.rank{worker.rank}.json"
-        try:
-            with open(path + ".part", "w") as handle:
-                json.dump(ledger(worker), handle, indent=1, sort_keys=True)
-            os.replace(path + ".part", path)
-            logger.info("Memory ledger of rank %d: %s", worker.rank, path)
-        except OSError as error:
-            logger.warning("Memory ledger of rank %d not written: %s", worker.rank, error)
+        found = ledger(worker)
+        _write("Memory ledger", f"rank{worker.rank}", found)
+        if worker.rank == 0:
+            kv_bytes = sum(region["bytes"] for region in found["regions"] if region["name"] == KV_CACHE)
+            try:
+                _write("Configuration", "config", configuration(worker, kv_bytes))
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                # A model of another kind: it serves all the same.
+                logger.warning("Configuration not written: %r", error)
     return result
+
+
+def _write(what: str, name: str, data: Mapping[str, Any]) -> None:
+    path = f"{envs.VLLM_NEAPTIDE_LEDGER_FILE}.{name}.json"
+    try:
+        with open(path + ".part", "w") as handle:
+            json.dump(data, handle, indent=1, sort_keys=True)
+        os.replace(path + ".part", path)
+        logger.info("%s: %s", what, path)
+    except OSError as error:
+        logger.warning("%s not written: %s", what, error)
 
 
 @dataclass(frozen=True)
@@ -140,10 +154,10 @@ def _owners(worker: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
 
     runner, seen = worker.model_runner, set[int]()
     for path, tensor in tensors_of(getattr(runner, "kv_caches", ()), "kv_caches", seen):
-        yield "KV cache", path, tensor
+        yield KV_CACHE, path, tensor
     for layer, module in worker.vllm_config.compilation_config.static_forward_context.items():
         for path, tensor in tensors_of(getattr(module, "kv_cache", ()), f"{layer}.kv_cache", seen):
-            yield "KV cache", path, tensor
+            yield KV_CACHE, path, tensor
     for path, tensor in tensors_of(getattr(workspace, "_manager", None), "workspace", seen):
         yield "workspace", path, tensor
     models = [runner.get_model(), *([draft] if (draft := _draft(runner)) is not None else [])]
@@ -227,7 +241,7 @@ def ledger(worker: Any) -> dict[str, Any]:
     regions += [_region(name, size, torch_memory=False) for name, size in outside(marks).items() if size]
     free, total = torch.cuda.mem_get_info(device)
     residue = total - free - sum(one["bytes"] for one in regions)
-    kv_bytes = sums.get("KV cache", 0)
+    kv_bytes = sums.get(KV_CACHE, 0)
     return {
         "device": torch.cuda.get_device_name(device),
         "free_bytes": free,
