@@ -420,13 +420,6 @@ def test_what_is_in_no_sum_stands_in_brackets() -> None:
 
 
 @pytest.mark.usefixtures("faked")
-def test_a_plot_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert main(["ledger", "gate", "--root", str(ROOT), "--plot", str(tmp_path / "a.svg")]) == 2
-    assert "matplotlib is not installed; wanted it for --plot" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("faked")
 def test_a_plot_has_a_part_of_each_bar_for_each_summed_region(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "gate.svg"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import builtins
 import json
 import lzma
 import time
@@ -326,19 +325,6 @@ def test_a_plot(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"plot.{kind}"
     command.run(request("8192:32768", "--plot", str(path)), Progress())
     assert path.read_bytes()[:4] in (b"<?xm", b"\x89PNG")
-
-
-def test_a_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def none_of_it(name: str, *rest: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", none_of_it)
-    with pytest.raises(NeaptideError, match="matplotlib is not installed"):
-        command.run(request("8192:32768", "--plot", str(tmp_path / "plot.svg")), Progress())
 
 
 def test_a_hundred_thousand_operations_take_seconds() -> None:

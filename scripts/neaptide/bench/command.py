@@ -20,6 +20,7 @@ from neaptide.disk import write_bytes
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.installed import InstalledPlace
 from neaptide.jsonfile import encode
+from neaptide.plotting import check_plot
 from neaptide.session import Options, Session, Work
 
 TARGET = "vllm"
@@ -56,6 +57,7 @@ def add_options(sub: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, options: Options, session: Session) -> tuple[ExitCode, dict[str, Any]]:
     """Run every scenario of the engine, or every case of a part of vLLM, with every variant."""
+    check_plot(args.plot)
     if args.what == "engine":
         return _run_engine(args, options, session)
     return _run_part(indexer if args.what == "indexer" else workspace, args, options, session)

@@ -9,8 +9,9 @@ from typing import Any
 from neaptide.bench.engine import UPSTREAM, Bench, Variant
 from neaptide.bench.indexer_cases import CASES, Decode, Ladder
 from neaptide.bench.parts import add_rows, chosen_cases, run_child
-from neaptide.bench.results import MIB, headed_table, plot_bytes
+from neaptide.bench.results import MIB, headed_table
 from neaptide.output import Progress
+from neaptide.plotting import plot_bytes
 
 POLICY = "VLLM_NEAPTIDE_INDEXER_LOGITS_POLICY"
 SWITCHES = (POLICY, "VLLM_SPARSE_INDEXER_FIXED_LOGITS_WIDTH")

@@ -11,6 +11,7 @@ from neaptide.bench.engine import UPSTREAM
 from neaptide.disk import write_bytes
 from neaptide.errors import NeaptideError
 from neaptide.output import Progress
+from neaptide.plotting import plot_bytes
 
 Row = Mapping[str, Any]
 MIB = 1 << 20
@@ -135,32 +136,3 @@ def between_markers(path: Path, name: str, text: str) -> None:
             where=str(path),
         )  # fmt: skip
     write_bytes(path, after.encode())
-
-
-def figure_of(width: float, height: float) -> Any:
-    """An empty figure of inches.
-
-    Raises:
-        NeaptideError: without matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise NeaptideError(
-            "matplotlib is not installed", wanted="it for --plot", todo="pip install 'neaptide[bench]'.", where="--plot"
-        ) from error
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def plot_bytes(panels: Mapping[str, Sequence[tuple[str, Sequence[int]]]], along: str, what: str, path: Path) -> None:
-    """One panel a title, one line a label; every third line is dotted, so that equal ones are both seen."""
-    figure = figure_of(9, 3 * max(1, len(panels)))
-    for place, (title, lines) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(len(panels), 1, place)
-        for number, (label, series) in enumerate(lines):
-            gib = [value / 2**30 for value in series]
-            axes.plot(gib, label=label, drawstyle="steps-post", linestyle=("-", "-", ":")[number % 3], linewidth=2)
-        axes.set(title=title, xlabel=along, ylabel=what)
-        axes.legend()
-        axes.grid(alpha=0.3)
-    figure.savefig(path)

@@ -20,6 +20,7 @@ from neaptide.ledger.vllm_regions import OPS, vllm_regions
 from neaptide.model import Patch
 from neaptide.output import Progress
 from neaptide.pins import DEFAULT_PIN, load_pin
+from neaptide.plotting import check_plot
 from neaptide.series import applies_to, load_series
 from neaptide.session import Options
 
@@ -47,11 +48,12 @@ def run(args: argparse.Namespace, options: Options, progress: Progress) -> tuple
     """
     if (args.profile is None) == (not args.live):
         raise NeaptideError(
-            "a profile and --live" if args.live else "no profile", wanted="a profile, or --live FILE...",
+            "a profile and --live" if args.live else "no profile", wanted="a profile, or --live with files",
             todo="For example: neaptide ledger turnkey.", where=COMMAND,
         )  # fmt: skip
     if args.live:
         return run_live(args.live, progress)
+    check_plot(args.plot)
     profile = load_profile(options.root, args.profile, args.changes)
     check(options, ("b12x", "vllm"), COMMAND)
     pin = options.pin or DEFAULT_PIN

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from neaptide.bench.results import MIB, figure_of, headed_table
+from neaptide.bench.results import MIB, headed_table
+from neaptide.disk import write_bytes
 from neaptide.ledger.regions import Region, Sum, by_lifetime, by_term, kv_tokens, total
 from neaptide.output import Progress
+from neaptide.plotting import figure_of, save
 
 COLUMNS = ("region", "upstream, MiB", "overlay, MiB", "saved", "lifetime", "counted in", "reached", "patches")
 SUM_COLUMNS = ("sum", "upstream, MiB", "overlay, MiB", "saved", "KV tokens")
@@ -70,19 +73,16 @@ def findings(regions: Sequence[Region]) -> list[str]:
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """A line for each region, with a heading; bytes, never MiB."""
-    with path.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.DictWriter(handle, fieldnames=list(rows[0]))
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({**row, "patches": " ".join(row["patches"])})
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({**row, "patches": " ".join(row["patches"])})
+    write_bytes(path, text.getvalue().encode())
 
 
 def plot(title: str, regions: Sequence[Region], path: Path) -> None:
-    """Two bars, upstream and overlay, of the regions in the sums.
-
-    Raises:
-        NeaptideError: without matplotlib.
-    """
+    """Two bars, upstream and overlay, of the regions in the sums."""
     figure = figure_of(9, 6)
     axes = figure.add_subplot()
     bottom = [0.0, 0.0]
@@ -93,4 +93,4 @@ def plot(title: str, regions: Sequence[Region], path: Path) -> None:
         bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
     axes.set(title=title, ylabel="GiB of one rank")
     figure.legend(loc="outside right upper", fontsize="small", reverse=True)
-    figure.savefig(path)
+    save(figure, path)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neaptide.bench.results import headed_table, plot_bytes
+from neaptide.bench.results import headed_table
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.output import Progress
+from neaptide.plotting import check_plot, plot_bytes
 from neaptide.simulate import view
 from neaptide.simulate.ladders import POLICIES, ladder_trace, overlay_sizes, parse_ladder
 from neaptide.simulate.replay import Run, run_trace
@@ -104,6 +105,7 @@ def run(request: Request, progress: Progress) -> tuple[ExitCode, dict[str, Any]]
 
 
 def _check(request: Request) -> None:
+    check_plot(request.plot)
     parse_settings(request.settings or "")
     numbers = {"limit_bytes": request.limit_bytes, **request.of_ladder, **request.of_snapshot}
     for name in ("layers", "heads", "budget_bytes", "total_bytes", "limit_bytes"):

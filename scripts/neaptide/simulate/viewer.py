@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from neaptide.disk import write_bytes
 from neaptide.simulate.blocks import Block
 from neaptide.simulate.driver import Entry
 from neaptide.simulate.replay import Run
@@ -23,7 +24,7 @@ def snapshot(run: Run) -> dict[str, Any]:
 
 
 def write_snapshot(run: Run, path: Path) -> None:
-    path.write_bytes(pickle.dumps(snapshot(run)))
+    write_bytes(path, pickle.dumps(snapshot(run)))
 
 
 def _entry(run: Run, entry: Entry) -> dict[str, Any]:
