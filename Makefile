@@ -36,7 +36,6 @@ bump: .venv/ready
 
 # The plots of README and docs, and the tables of docs/ledger.md: ledgers, and a ladder through the simulated allocator.
 plots: .venv/ready-test
-	$(PIP) --editable '.[bench]'
 	$(BIN)/neaptide ledger turnkey --plot docs/ledger-turnkey.svg
 	$(BIN)/neaptide ledger gate --plot docs/ledger-gate.svg
 	$(BIN)/python tests/bench/ledger_tables.py
