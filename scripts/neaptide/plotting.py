@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,15 +51,28 @@ def save(figure: Any, path: Path) -> None:
 _UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
-def plot_bytes(panels: Mapping[str, Sequence[tuple[str, Sequence[int]]]], along: str, what: str, path: Path) -> None:
-    """One panel a title, one line a label; every third line is dotted, so that equal ones are both seen."""
+Panels = Mapping[str, Sequence[tuple[str, Sequence[int]]]]
+
+
+def plot_bytes(panels: Panels, along: str, what: str, path: Path, *, light: Collection[str] = ()) -> None:
+    """One panel a title, one line a label; every third line is dotted, so that equal ones are both seen.
+
+    Args:
+        light: labels of thin lines behind the others. With some, all panels have one scale.
+    """
     figure = figure_of(9, 3 * max(1, len(panels)))
+    first = None
     for place, (title, lines) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(len(panels), 1, place)
+        axes = figure.add_subplot(len(panels), 1, place, sharey=first if light else None)
+        first = first or axes
         for number, (label, series) in enumerate(lines):
             gib = [value / 2**30 for value in series]
-            axes.plot(gib, label=label, drawstyle="steps-post", linestyle=("-", "-", ":")[number % 3], linewidth=2)
+            style = _LIGHT if label in light else {"linestyle": ("-", "-", ":")[number % 3], "linewidth": 2}
+            axes.plot(gib, label=label, drawstyle="steps-post", **style)
         axes.set(title=title, xlabel=along, ylabel=what)
-        axes.legend()
+        axes.legend(loc="center right" if light else "best")
         axes.grid(alpha=0.3)
     save(figure, path)
+
+
+_LIGHT: dict[str, Any] = {"linewidth": 0.5, "color": "0.6", "zorder": 1}

@@ -155,6 +155,6 @@ def _refuse_others(source: str, options: Mapping[str, Any]) -> None:
 
 def _write(request: Request, runs: list[Run]) -> None:
     if request.plot is not None:
-        plot_bytes(view.panels(runs), "operation", "GiB", request.plot)
+        plot_bytes(view.panels(runs), "operation", "GiB", request.plot, light=("allocated",))
     if request.snapshot is not None:
         write_snapshot(runs[0], request.snapshot)
