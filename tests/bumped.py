@@ -15,32 +15,9 @@ from neaptide.output import Progress
 from neaptide.pins import load_pin
 from neaptide.rebase.planning import Library, Planned, plan_on
 from neaptide.series import load_series
-from toy import ToyRepository, make_sdist
+from toy import MODULE, ToyRepository, make_sdist
 
-CORE = '''"""The toy's engine."""
-
-import math
-
-LIMIT = 8 * 1024
-MODES = ("fast", "small")
-
-
-class Pool:
-    """Holds channels."""
-
-    def __init__(self, size: int = LIMIT, *, name="pool"):
-        self.size = size
-        self.name = name
-
-    def total(self, items):
-        """Sum of the items."""
-        result = 0
-        for item in items:
-            if item > 0:
-                value = math.floor(item)
-                result += value
-        return result
-
+SUBTOTAL = '''
     def subtotal(self, items):
         """Nearly the same, and there all along."""
         result = 0
@@ -49,8 +26,8 @@ class Pool:
                 value = math.floor(item)
                 result += value
         return result
-
-
+'''
+ADMIT_FUNCTION = '''
 def admit(requests, capacity, reserve=0):
     """Which requests go on, and a report."""
     ordered = sorted(requests, key=len)
@@ -68,11 +45,11 @@ def admit(requests, capacity, reserve=0):
     report = {"admitted": len(admitted), "share": share}
     report["longest"] = longest
     return admitted, report
-
-
-def scale(values, factor=2):
-    return sorted(v * factor for v in values)
 '''
+LIMIT = "LIMIT = 8 * 1024\n"
+CORE = MODULE.replace(LIMIT, f'{LIMIT}MODES = ("fast", "small")\n').replace(
+    "\n\ndef scale", f"{SUBTOTAL}\n{ADMIT_FUNCTION}\n\ndef scale"
+)
 FILES = {"toy/__init__.py": "", "toy/core.py": CORE, "toy/other.py": "from toy.core import scale\n\nR = scale([1])\n"}
 TOTAL = {
     "file": "core.py", "symbol": "Pool.total", "match": "value = math.floor($X)", "after": "mark_total = 1",
