@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -150,9 +151,19 @@ class Question:
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
             if not result.is_file():
-                raise NeaptideError(
-                    f"sizes could not be computed: {(done.stderr.strip() or 'no output').splitlines()[-1]}",
-                    wanted="a Python with torch and what b12x imports", todo="Name one with --python.",
-                    where=self.command,
-                )  # fmt: skip
+                raise self._refused((done.stderr.strip() or "no output").splitlines()[-1])
             return json.loads(result.read_text())
+
+    def _refused(self, said: str) -> NeaptideError:
+        """What a child's last line means: a Python that lacks something, or code that this pin does not have."""
+        missing = _MISSING.search(said)
+        python = (missing is not None and not missing[1].startswith(("vllm.", "b12x."))) or said == "no output"
+        return NeaptideError(
+            f"sizes could not be computed: {said}",
+            wanted="a Python with torch and what b12x imports" if python else "sizes that this pin's code can compute",
+            todo="Name one with --python." if python else "Change the profile, or choose another --pin.",
+            where=self.command,
+        )  # fmt: skip
+
+
+_MISSING = re.compile(r"No module named '([\w.]+)'")

@@ -169,8 +169,8 @@ def make_edit(series: SeriesState, patch: Patch, edit: Edit, allowed: set[str]) 
             writers = ", ".join(sorted({o.patch for o in file.owned})) or "nobody"
             raise Unplaceable(f"the rule has {len(matches)} matches after the edits of {writers}, wanted {edit.count}")
     found = splices(edit, source, symbol, matches, patch.folder)
-    if edit.operation == "after":
-        found = [_after_ours(working, s, edit, symbol) for s in found]
+    if edit.operation in ("after", "end"):
+        found = [_after_ours(working, s) for s in found]
     for splice in found:
         owners = working.owners_at(splice.start, splice.end) - allowed
         if owners:
@@ -187,21 +187,32 @@ def make_edit(series: SeriesState, patch: Patch, edit: Edit, allowed: set[str]) 
         file.whole_changed()
 
 
-def _after_ours(working: Part, splice: Splice, edit: Edit, symbol: ast.AST) -> Splice:
+def _after_ours(working: Part, splice: Splice) -> Splice:
     """An insertion after a statement, behind those that earlier patches made there in the same block.
 
-    Theirs begin with the same new line and indentation; what stands there in another one is of a block around it.
+    Theirs begin with the same new line and indentation, and all that follows them deeper is theirs, too. What begins
+    deeper without one of them is of a block around the statement, and stays behind the insertion.
     """
     source, at, lead = working.source, splice.start, splice.segments[0].text
-    limit = len(source.text) if edit.match is None else source.line_end(span_of(source, symbol)[1])
+    passed = False
     for item in working.owned:
-        text = source.text[item.start : item.end]
-        if item.start != at or not text.startswith(lead) or text[len(lead) : len(lead) + 1].isspace():
+        if item.start < at < item.reach and _only_comments(source.text[at : item.reach]):
+            at, passed = item.reach, True
             continue
-        if item.reach > limit or source.line_end(item.reach) != item.reach:
+        text = source.text[item.start : item.end]
+        deeper = text[len(lead) : len(lead) + 1].isspace()
+        if item.start != at or not text.startswith(lead) or (deeper and not passed):
+            continue
+        if source.line_end(item.reach) != item.reach:
             raise Unplaceable(f"where the code ends that {item.patch} put there cannot be told")
-        at = item.reach
+        at, passed = item.reach, True
     return replace(splice, start=at, end=at)
+
+
+def _only_comments(text: str) -> bool:
+    """Whether whole lines follow, none of them code."""
+    first, *lines = text.splitlines() or [""]
+    return not first.strip() and all(line.strip()[:1] in ("", "#") for line in lines)
 
 
 def _part(file: WorkingFile, edit: Edit) -> Part | None:

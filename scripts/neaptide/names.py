@@ -14,6 +14,8 @@ _SCOPES = (*DEFINITIONS, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, as
 _STAR = re.compile(r"\bimport\s+\*")
 _ALWAYS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__class__"}
 
+_OF_CLASSES = frozenset({"__qualname__", "__module__"})
+
 
 def unbound_names(source: Source, ranges: Sequence[tuple[int, int]]) -> list[str]:
     """Names read or deleted inside the code-point ``ranges`` that no enclosing scope binds.
@@ -40,13 +42,16 @@ def unbound_names(source: Source, ranges: Sequence[tuple[int, int]]) -> list[str
             for part in _run_around(node):
                 visit(part, here | parameters, inside | parameters)
                 visited.add(id(part))
-            # What a class binds its functions do not see.
-            here, inside = inside | own, inside if isinstance(node, ast.ClassDef) else inside | own
+            # What a class binds its functions do not see, but for its type parameters.
+            of_class = isinstance(node, ast.ClassDef)
+            here = inside | own | (_OF_CLASSES if of_class else frozenset())
+            inside = inside | (parameters if of_class else own)
         for child in ast.iter_child_nodes(node):
             if id(child) not in visited:
                 visit(child, here, inside)
 
-    known = _ALWAYS | _bound_in(source.tree)
+    declared = {name for node in ast.walk(source.tree) if isinstance(node, ast.Global) for name in node.names}
+    known = _ALWAYS | _bound_in(source.tree) | declared
     visit(source.tree, known, known)
     return sorted(unbound)
 

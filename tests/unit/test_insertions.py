@@ -69,6 +69,47 @@ def test_each_stands_in_the_block_that_it_is_for(tmp_path: Path, one: str, other
     assert blocks(done.files["core.py"].decode()) == {**wanted, "f": ".C", "C": ""}
 
 
+OPENED = {"symbol": "C.f", "match": "g($X)", "after": "if k():\n    in_opened()"}
+CONTINUED = [
+    {"symbol": "C.f", "match": "in_opened()", "after": "more_in_opened()"},
+    {"symbol": "C.f", "match": "if k():\n    $$$B", "end": "more_in_opened()"},
+]
+THIRD = {
+    "an if": "if h2():\n    in_third()", "a loop": "for _ in k2():\n    in_third()", "a call": "in_third()",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("continued", CONTINUED, ids=["after", "end"])
+@pytest.mark.parametrize("third", THIRD)
+def test_a_third_stands_behind_all_of_a_block_that_the_first_has_opened(
+    tmp_path: Path, continued: dict[str, str], third: str
+) -> None:
+    """Also behind what a second patch put at the end of that block."""
+    text = THIRD[third]
+    last = {"symbol": "C.f", "match": "g($X)", "after": text}
+    toy = ToyRepository(tmp_path / "repository")
+    for name, edit, after in (("p0", OPENED, []), ("p1", continued, ["p0"]), ("p2", last, [])):
+        toy.add_patch(name, {"file": "core.py", "expect": {"kind": "identifier"}, **edit}, after=after)
+    subject = Subject("toy", VERSION, {"pkg": "toy", "PREFIX": "TOY"}, {"core.py": UPSTREAM.encode()}.get)
+    done = plan_series(subject, load_series(toy.root, "toy"))
+    assert {o.status for o in done.outcomes if not o.key.startswith("names:")} == {Status.CLEAN}
+    indented = "".join(f"            {line}\n" for line in text.splitlines())
+    wanted = f"            g(a)\n            if k():\n{' ' * 16}in_opened()\n{' ' * 16}more_in_opened()\n{indented}"
+    assert wanted in done.files["core.py"].decode()
+
+
+@pytest.mark.parametrize("second", [{"match": "g($X)", "after": "later()"}, {"end": "later()"}], ids=["after", "end"])
+@pytest.mark.parametrize("first", ["h()\n# more", "h()\n\n# more\n# and more", "# only this"])
+def test_a_comment_at_the_end_of_the_first_is_the_firsts(tmp_path: Path, first: str, second: dict[str, str]) -> None:
+    upstream = "def f(a):\n    g(a)\n\n\ndef k(): pass\n"
+    done = plan(
+        tmp_path, upstream, {"symbol": "f", "match": "g($X)", "after": first}, {"symbol": "f", **second}
+    )  # fmt: skip
+    assert {o.status for o in done.outcomes if not o.key.startswith("names:")} == {Status.CLEAN}
+    indented = "".join(f"    {line}".rstrip() + "\n" for line in first.splitlines())
+    assert done.files["core.py"].decode() == upstream.replace("g(a)\n", f"g(a)\n{indented}    later()\n")
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_second_of_a_kind_follows_the_first(tmp_path: Path, name: str) -> None:
     first = ALL[name]

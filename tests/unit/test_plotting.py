@@ -42,11 +42,15 @@ def test_a_file_of_another_kind(call: tuple[str, ...], name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
-def test_the_same_figure_is_the_same_file_and_its_folder_is_made(kind: str, tmp_path: Path) -> None:
+def test_the_same_figure_is_the_same_file_and_its_folder_is_made(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     digests = set()
-    for name in ("one", "other"):
-        path = tmp_path / name / f"plot.{kind}"
+    for seconds in ("0", "86400"):
+        # What matplotlib takes for the time, in whole seconds for a PDF.
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", seconds)
+        path = tmp_path / seconds / f"plot.{kind}"
         plot_bytes({"run": [("reserved", [1 << 30, 2 << 30])]}, "operation", "GiB", path)
         digests.add(hashlib.sha256(path.read_bytes()).hexdigest())
     assert len(digests) == 1

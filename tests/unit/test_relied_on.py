@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,10 +91,18 @@ def test_names_of_a_class_are_for_its_own_block(place: int) -> None:
         ("def f():\n    def g(): return later\n    later = 1\n    return g\n", []),
         ("x = [y for y in y]\n", ["y"]),
         ("x = [z for y in [1] for z in y]\n", []),
+        ("def f():\n    global S\n    S = 1\ndef g(): return S\n", []),
+        ("class C:\n    a = __qualname__, __module__\n    def f(self): return __qualname__\n", ["__qualname__"]),
     ],
 )
 def test_what_runs_around_a_scope_reads_the_names_around_it(text: str, unbound: list[str]) -> None:
     assert unbound_names(Source(text), [(0, len(text))]) == unbound
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="type parameters came with Python 3.12")
+def test_type_parameters_of_a_class_are_seen_by_its_methods() -> None:
+    text = "class C[T](list[T]):\n    def f[U](self, a: U) -> T: return T, U\n    x = U\n"
+    assert unbound_names(Source(text), [(0, len(text))]) == ["U"]
 
 
 def test_an_upstream_name_that_goes_is_found(upstream: Upstream) -> None:

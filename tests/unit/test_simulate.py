@@ -293,6 +293,19 @@ def test_calls_that_are_refused(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--limit-bytes", "-1"], "--limit-bytes: -1; wanted 0 or more"),
+        (["--budget-mib", "0"], "--budget-mib: 0; wanted 1 or more"),
+        (["--layers", "0"], "--layers: 0; wanted 1 or more"),
+    ],
+)
+def test_a_number_that_is_too_low_is_named_by_its_option(options: list[str], says: str) -> None:
+    with pytest.raises(NeaptideError, match=says):
+        command.run(request("8192:98304", *options), Progress())
+
+
+@pytest.mark.parametrize(
     ("source", "options", "says"),
     [
         ("trace", ["--policy", "upstream"], "--policy with a file"),

@@ -129,6 +129,9 @@ def oneshot(profile: Profile, up: Mapping[str, int], ours: Mapping[str, int], re
         yield Region(
             name, ONESHOT, patches, base * up[key], mine * ours[key], Lifetime.PROCESS, Term.NON_TORCH, term,
             f"{many} channels of {up[key]:,} B, {mine} of {ours[key]:,} ours; {reach.why}", reached=reach.pools,
+            # Those of captures come when the KV cache is sized already.
+            upstream_over=base and counts.captures * up[key],
+            overlay_over=0 if reach.switched else counts.captures * ours[key],
         )  # fmt: skip
 
 

@@ -52,6 +52,12 @@ def run(args: argparse.Namespace, options: Options, progress: Progress) -> tuple
             todo="For example: neaptide ledger turnkey.", where=COMMAND,
         )  # fmt: skip
     if args.live:
+        given = {"--set": args.changes, "--csv": args.csv, "--plot": args.plot, "--pin": options.pin,
+                 "--target": options.targets, "--python": options.python}  # fmt: skip
+        for name in [name for name, value in given.items() if value]:
+            raise NeaptideError(
+                f"{name} with --live", wanted="files alone", todo="Leave it out; --json has all of them.", where=COMMAND
+            )
         return run_live(args.live, progress)
     check_plot(args.plot)
     profile = load_profile(options.root, args.profile, args.changes)

@@ -76,12 +76,13 @@ class Region:
 
     @property
     def counted(self) -> Region:
-        """The same, with no term on a side that has no bytes."""
-        return replace(
-            self,
-            upstream_term=Term.NONE if self.upstream_bytes == 0 else self.upstream_term,
-            overlay_term=Term.NONE if self.overlay_bytes == 0 else self.overlay_term,
-        )
+        """The same, with no term on a side that has no bytes, or none that its term has room for."""
+        found = self
+        if self.upstream_bytes == self.upstream_over:
+            found = replace(found, upstream_term=Term.NONE, upstream_over=0)
+        if self.overlay_bytes == self.overlay_over:
+            found = replace(found, overlay_term=Term.NONE, overlay_over=0)
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "patches": list(self.patches), "summed": self.summed}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from neaptide.ledger.asking import Answers
@@ -51,6 +52,7 @@ def workspace(profile: Profile, answers: Answers) -> Iterator[Region]:
         ours["draft_lane_bytes"], Lifetime.CAPTURE, Term.GRAPHS, Term.GRAPHS,
         f"{ours['lanes']} lanes, upstream {up['lanes']}; what its indexer's graphs hold, other layers' need a device: "
         "neaptide bench workspace" if ours["lanes"] > 1 else "one lane: no draft model on the V2 runner",
+        reached=bool(profile.largest_capture_rows),
     )  # fmt: skip
 
 
@@ -62,6 +64,7 @@ def prefill(profile: Profile, answers: Answers, patch: str) -> Iterator[Region]:
     limits = [margin + room if margin else None for room in reserved]
     up, ours = (prefill_logits(side, limit) for side, limit in zip(sides, limits, strict=True))
     launches = [[logits for chunk in side["chunks"] for logits, _ in chunk] for side in sides]
+    over = [Over.of(side, room) for side, room in zip((up, ours), reserved, strict=True)]
     owner = _op(profile)
     bound = f"within {profile.margin_mib:,} MiB beside the profile's" if margin else "with no bound"
     yield Region(
@@ -70,28 +73,28 @@ def prefill(profile: Profile, answers: Answers, patch: str) -> Iterator[Region]:
         f"at the fullest moment; {len(launches[0]):,} launches upstream, {len(launches[1]):,} ours, a layer, of at "
         f"most {max(launches[0]):,} B, {max(launches[1]):,} ours; at most {sides[0]['columns']:,} columns; the profile "
         f"reserves {reserved[0]:,} B, {reserved[1]:,} ours",
-        upstream_over=_over(up.launch_bytes, 0, reserved[0]), overlay_over=_over(ours.launch_bytes, 0, reserved[1]),
+        upstream_over=over[0].launch, overlay_over=over[1].launch,
     )  # fmt: skip
     yield Region(
         "prefill logits, FP32 copy", owner, (patch,), up.copy_bytes, ours.copy_bytes, Lifetime.CALL,
         Term.ACTIVATION, Term.ACTIVATION,
         "of BF16 logits" if up.copy_bytes else "none: these kernels write FP32",
         reached=profile.architecture == "sm100",
-        upstream_over=_over(up.copy_bytes, up.launch_bytes, reserved[0]),
-        overlay_over=_over(ours.copy_bytes, ours.launch_bytes, reserved[1]),
+        upstream_over=over[0].copy, overlay_over=over[1].copy,
     )  # fmt: skip
     # r12's patch of the logits lets go of the previous launch itself.
     release = "vllm/indexer-drop-previous-logits" if patch.endswith("indexer-logits") else patch
     yield Region(
         "prefill logits, previous launch", owner, (release,), up.previous_bytes, ours.previous_bytes, Lifetime.CALL,
-        Term.NONE, Term.NONE, "the loop still holds it while the next launch allocates",
+        Term.ACTIVATION, Term.ACTIVATION, "the loop still holds it while the next launch allocates",
+        upstream_over=over[0].previous, overlay_over=over[1].previous,
     )  # fmt: skip
     yield Region(
         "prefill logits, kept by the allocator", owner, (patch,), up.kept_bytes, ours.kept_bytes, Lifetime.PROCESS,
-        Term.NONE, Term.NONE,
+        Term.ACTIVATION, Term.ACTIVATION,
         f"segments beyond these after one prompt of {profile.max_model_len:,} tokens in chunks of "
         f"{profile.chunk_tokens:,}, simulated {bound}; {up.device_allocs} cudaMallocs upstream, "
-        f"{ours.device_allocs} ours",
+        f"{ours.device_allocs} ours", upstream_over=over[0].kept, overlay_over=over[1].kept,
     )  # fmt: skip
     if up.failed or ours.failed:
         yield without_memory(owner, patch, up, ours, bound)
@@ -106,6 +109,21 @@ def without_memory(owner: str, patch: str, up: Logits, ours: Logits, bound: str)
         f"the most that one of these asks for, {bound}: {failed}; the rows above are of a run that goes on without",
         reached=False, finding=f"{name}: {failed}, {bound}; an engine ends at the first",
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Over:
+    """Bytes of each part of a prefill's logits that the profile's reservation has no room for, in their order."""
+
+    launch: int
+    copy: int
+    previous: int
+    kept: int
+
+    @classmethod
+    def of(cls, logits: Logits, reserved: int) -> Over:
+        sizes = (logits.launch_bytes, logits.copy_bytes, logits.previous_bytes, logits.kept_bytes)
+        return cls(*(_over(size, sum(sizes[:place]), reserved) for place, size in enumerate(sizes)))
 
 
 def _over(nbytes: int, before: int, reserved: int) -> int:

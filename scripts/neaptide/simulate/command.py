@@ -111,7 +111,7 @@ def _check(request: Request) -> None:
     for name in ("layers", "heads", "budget_bytes", "total_bytes", "limit_bytes"):
         value, least = numbers.get(name), 0 if name == "limit_bytes" else 1
         if value is not None and value < least:
-            raise NeaptideError(f"{name} is {value}", wanted="a positive number", todo="Give another.")
+            raise NeaptideError(str(value), wanted=f"{least} or more", todo="Give another.", where=_option(name))
 
 
 def _traces(request: Request) -> list[tuple[Trace, int]]:
@@ -144,11 +144,15 @@ def _traces(request: Request) -> list[tuple[Trace, int]]:
 OPTIONS = {"policies": "--policy", "budget_bytes": "--budget-mib"}
 
 
+def _option(name: str) -> str:
+    return OPTIONS.get(name, f"--{name.replace('_', '-')}")
+
+
 def _refuse_others(source: str, options: Mapping[str, Any]) -> None:
     """Options that are about another kind of source."""
     for name in options:
         raise NeaptideError(
-            f"{OPTIONS.get(name, '--' + name.replace('_', '-'))} with {source}", wanted="options of that source alone",
+            f"{_option(name)} with {source}", wanted="options of that source alone",
             todo="Leave it out; see `neaptide simulate --help`.", where="simulate",
         )  # fmt: skip
 
