@@ -1,7 +1,7 @@
 """The ``neaptide`` console command.
 
 Exit codes: 0 done; 1 findings, something to read; 2 bad call or input; 3 conflict; 4 drift not
-accepted; 5 verification failed.
+accepted; 5 verification failed; 130 interrupted. What people read is on stderr, --json on stdout.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from neaptide import __version__, both_trees, commands, image, pinning, reproduce
 from neaptide.bench import command as bench
+from neaptide.disk import TEMPORARY_SUFFIX
 from neaptide.doctor import command as doctor
 from neaptide.errors import NeaptideError
 from neaptide.git import GitError
@@ -143,6 +144,10 @@ def _add_options(sub: argparse.ArgumentParser, name: str) -> None:
         add("--lock", default=None, metavar="PIN", help="record guards, hashes and tree ids of this pin")
 
 
+# As a shell has it for a process that SIGINT ended.
+INTERRUPTED = 130
+
+
 def find_root(given: Path | None) -> Path:
     """The folder that holds ``patches`` and ``overlay``: given, above here, or around the package."""
     places = [given] if given else [Path.cwd(), *Path.cwd().parents, Path(__file__).resolve().parents[2]]
@@ -233,6 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(given)
         command = args.command
         code, out = _run(args, progress)
+    except KeyboardInterrupt:
+        progress.note("interrupted; the next `neaptide apply` or `revert` recovers a write that was under way")
+        return INTERRUPTED
     except (NeaptideError, GitError, OSError) as error:
         refusal = _refusal(error)
         code, out = refusal.code, {"error": refusal.as_dict()}
@@ -240,6 +248,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--json" in given:
         print_json({"command": command, "exit_code": int(code), **out})
     return int(code)
+
+
+def _named(error: Exception) -> str:
+    """What the system says, of the file that a person knows: not of the temporary one beside it."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{str(error.filename).removesuffix(TEMPORARY_SUFFIX)}: {error.strerror}"
+    return str(error)
 
 
 def _refusal(error: Exception) -> NeaptideError:
@@ -250,7 +265,9 @@ def _refusal(error: Exception) -> NeaptideError:
         text = " ".join(str(error).split())
         return NeaptideError(f"git failed ({text})", wanted="a sound repository", todo="Run git there by hand.")
     return NeaptideError(
-        str(error), wanted="a readable and writable place", todo="Check the path, its permissions and the free space."
+        _named(error),
+        wanted="a readable and writable place",
+        todo="Check the path, its permissions and the free space.",
     )
 
 

@@ -10,8 +10,9 @@ from neaptide import verify
 from neaptide.errors import ExitCode, NeaptideError, worst
 from neaptide.export import export_place
 from neaptide.gitplace import GitPlace
-from neaptide.outcomes import Plan, Status
-from neaptide.places import Accepted, State, accepted_in, file_hashes
+from neaptide.installed import InstalledPlace
+from neaptide.outcomes import IN_FORCE, Plan, Status
+from neaptide.places import Accepted, State, accepted_in, file_hashes, listed
 from neaptide.report import plan_dict, show_plan
 from neaptide.session import Session, Work, trees_only
 
@@ -174,14 +175,15 @@ def status(session: Session) -> Result:
     rows, out, code = [], {}, ExitCode.DONE
     for work in session.places(create=False):
         state, record = work.place.state(), work.place.record()
-        applied = [p["id"] for p in record.patches] if record is not None else []
+        applied = [p["id"] for p in record.patches if p["status"] in IN_FORCE] if record is not None else []
         out[work.place.target] = {
             "accepted_drift": sorted({d[0] for d in work.place.accepted()}),
             "patches": applied if state is not State.PRISTINE else [],
             "place": work.place.label,
             "state": state.value,
         }
-        rows.append([state.value, work.place.label, ", ".join(applied) if state is not State.PRISTINE else ""])
+        shown = f"{state.value}{_altered(work.place, state)}"
+        rows.append([shown, work.place.label, ", ".join(applied) if state is not State.PRISTINE else ""])
         if state is State.INTERRUPTED:
             code = ExitCode.UNVERIFIED
         elif state is State.MODIFIED and code is ExitCode.DONE:
@@ -215,7 +217,8 @@ def _verify_one(session: Session, work: Work) -> dict[str, Any]:
     place = work.place
     state, record = place.state(), place.record()
     if state is not State.APPLIED or record is None:
-        return {"problems": [f"the target is {state.value}, wanted {State.APPLIED.value}"], "smoke": "not run"}
+        found = f"the target is {state.value}{_altered(place, state)}, wanted {State.APPLIED.value}"
+        return {"problems": [found], "smoke": "not run"}
     names = {p["id"] for p in record.patches}
     plan = session.plan(work, [p for p in session.series(place.target) if p.id in names])
     problems = [
@@ -229,6 +232,8 @@ def _verify_one(session: Session, work: Work) -> dict[str, Any]:
         tree = place.repo.tree("HEAD")
         if tree != record.result["tree"]:
             problems.append(f"HEAD's tree is {tree}, the record says {record.result['tree']}")
+        if trees_only(session.options):
+            problems += [f"{path} is not in the tree" for path in _added(place)]
     try:
         verify.check_plan(plan, place)
     except NeaptideError as error:
@@ -239,6 +244,18 @@ def _verify_one(session: Session, work: Work) -> dict[str, Any]:
     return {"problems": problems, "smoke": f"{smoke.result}: {smoke.detail}"}
 
 
+def _altered(place: GitPlace | InstalledPlace, state: State) -> str:
+    """The files that make a place modified, in brackets."""
+    names = place.altered() if state is State.MODIFIED else []
+    return f" ({listed(names)})" if names else ""
+
+
+def _added(place: GitPlace) -> list[str]:
+    """Files of the package that somebody put into a tree of ours, but for bytecode."""
+    inside = f"{place.artefact.package}/"
+    return [p for p in place.repo.untracked() if p.startswith(inside) and "__pycache__" not in p]
+
+
 def revert(session: Session) -> Result:
     """Put back the bytes that were there before the series."""
     works = session.places(create=False)
@@ -247,6 +264,10 @@ def revert(session: Session) -> Result:
         session.recover(works)
         for work in works:
             work.place.require_clean()
+        for work in works if session.options.dry_run else ():
+            there = work.place.record()
+            what = "would be reverted" if there is not None and there.patches else "nothing to revert"
+            session.progress.note(f"{work.place.label}: {what} (--dry-run)")
         for work in works if not session.options.dry_run else ():
             done = work.place.revert()
             reverted += [work.place.target] if done else []
@@ -260,8 +281,15 @@ def revert(session: Session) -> Result:
 def export(session: Session, output: Path | None) -> Result:
     """Write the applied series of each tree or checkout as files."""
     folder = output or session.options.build / session.pin.name / "export"
-    out = {}
-    for work in session.places(create=False):
+    out, works = {}, session.places(create=False)
+    for work in works:
+        state = work.place.state()
+        if state is not State.APPLIED:
+            raise NeaptideError(
+                f"the tree is {state}{_altered(work.place, state)}", wanted="an applied series, as it was applied",
+                todo="Put the files back, or run `neaptide apply`; nothing was written.", where=work.place.label,
+            )  # fmt: skip
+    for work in works:
         assert isinstance(work.place, GitPlace)
         out[work.place.target] = export_place(work.place, folder / work.place.target)
         done = out[work.place.target]

@@ -24,6 +24,7 @@ from neaptide.places import (
     Record,
     State,
     file_hashes,
+    listed,
     load_record,
     patch_rows,
 )
@@ -118,11 +119,16 @@ class GitPlace:
                 "Check that version out, or choose the pin that fits with --pin.",
             )  # fmt: skip
 
+    def altered(self) -> list[str]:
+        """Files that somebody else changed since they were committed."""
+        return self.repo.dirty()
+
     def require_clean(self) -> None:
-        dirty = self.repo.dirty()
-        if dirty:
-            shown = ", ".join(dirty[:5]) + (f" and {len(dirty) - 5} more" if len(dirty) > 5 else "")
-            raise self._refuse(f"uncommitted changes in {shown}", "a clean checkout", "Commit or discard them.")
+        if dirty := self.altered():
+            raise self._refuse(
+                f"uncommitted changes in {listed(dirty)}", "a clean checkout",
+                "Put them back there (git checkout -- FILE), or make them a patch of the series.",
+            )  # fmt: skip
 
     def _inside(self, path: str) -> str:
         return f"{self.artefact.package}/{path}"

@@ -101,12 +101,15 @@ class InstalledPlace:
     def package_parent(self) -> Path:
         return self.site
 
-    def require_clean(self) -> None:
-        """Refuse, by name, files that are neither the pin's nor ours."""
+    def altered(self) -> list[str]:
+        """Files that are neither the pin's nor ours."""
         record = self.record()
         ours = {p: h["after"] for p, h in record.files.items()} if record else {}
-        foreign = self._foreign({**self._pin_hashes(), **ours})
-        if foreign:
+        return self._foreign({**self._pin_hashes(), **ours})
+
+    def require_clean(self) -> None:
+        """Refuse, by name, files that are neither the pin's nor ours."""
+        if foreign := self.altered():
             raise self._refuse(
                 f"{', '.join(foreign)} changed by somebody else", f"the bytes of {self.artefact.described}",
                 "Reinstall the package, then run again.",

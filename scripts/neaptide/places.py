@@ -82,6 +82,11 @@ def load_record(path: Path) -> Record | None:
     return jsonfile.read(path, Record.from_dict) if path.is_file() else None
 
 
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names for people; of many the first."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def bytes_of(file: Path) -> bytes | None:
     """The bytes of a file; None where there is none."""
     return file.read_bytes() if file.is_file() else None

@@ -146,6 +146,8 @@ class Session:
                 todo="Clone the repository and give its folder.", where=f"pin {self.pin.name}",
             )  # fmt: skip
         top = self.tree_folder(target)
+        if target in self.options.sdists:
+            self._sdist(target, artefact)
         if create:
             maker = TreeMaker(self.pin, target, artefact, self.progress)
             scratch = Path(self._scratch.name) if self.options.dry_run else None

@@ -44,7 +44,7 @@ NAMES = {
 def vllm_answer(*, patched: bool) -> dict[str, Any]:
     """What a vLLM child might say: every size of its own, a multiple of 2 MiB."""
     launch = 16 * MIB if patched else 20 * MIB
-    chunks = [[[launch, 0]], [[launch if patched else 40 * MIB, 0]]]
+    chunks = [[[launch, 0]], [[launch if patched else 40 * MIB, 0]] * 2]
     return {
         "profile_run": {
             "workspace_bytes": 100 * MIB, "draft_lane_bytes": 2 * MIB * patched, "lanes": 1 + patched,
@@ -298,12 +298,12 @@ def test_a_refused_plan_is_no_plan_of_0_bytes(sides: tuple[str, ...]) -> None:
 
 
 def test_launches_without_memory_are_a_finding_and_in_no_sum() -> None:
-    """With 2 MiB beside 64 that the profile run reserved, upstream's second launch, of 40 beside 20, has no place."""
+    """With 2 MiB beside 64 that the profile run reserved, upstream's third launch, of 40 beside 40, has no place."""
     assert "prefill logits, launches without memory" not in regions("gate", "current", "margin_mib=1000")
     found = regions("gate", "current", "margin_mib=2")
     one = found["prefill logits, launches without memory"]
     assert (one.upstream_bytes, one.overlay_bytes, one.summed) == (40 * MIB, 0, False)
-    assert one.finding.startswith("prefill logits, launches without memory: 1 upstream, 0 ours")
+    assert one.finding.startswith("prefill logits, launches without memory: 2 upstream, 0 ours")
     assert all((other.saved_bytes is None or min(other.upstream_bytes or 0, other.overlay_bytes or 0) >= 0)
                for other in found.values())  # fmt: skip
     check_sums(list(found.values()))
@@ -380,10 +380,10 @@ def test_an_eager_decode_step_beyond_the_reservation_is_in_no_term_there() -> No
 
 def test_logits_that_grow_leave_segments_and_equal_ones_do_not() -> None:
     mebibytes = [20, 40, 60, 80]
-    growing = {"chunks": [[[size * MIB, 0]] for size in mebibytes], "holds_previous": True, "blocks": []}
+    growing = {"chunks": [[[size * MIB, 0]] * 2 for size in mebibytes], "holds_previous": True, "blocks": []}
     found = prefill_logits(growing, None)
     assert (found.launch_bytes, found.previous_bytes, found.copy_bytes) == (80 * MIB, 80 * MIB, 0)
-    # Two segments of each size: the first is still held when the second layer asks.
+    # Two segments of each size: the first is still held when the second launch asks.
     assert found.launch_bytes + found.previous_bytes + found.kept_bytes == 2 * sum(mebibytes) * MIB
     equal = {"chunks": [[[80 * MIB, 0]]] * 4, "holds_previous": False, "blocks": [80 * MIB]}
     assert prefill_logits(equal, None).kept_bytes == prefill_logits(equal, None).previous_bytes == 0
@@ -404,7 +404,7 @@ def test_within_a_limit_the_allocator_gives_back() -> None:
 
 
 def test_fp32_copies_are_beside_the_launch() -> None:
-    answer = {"chunks": [[[20 * MIB, 40 * MIB]]] * 2, "holds_previous": True, "blocks": []}
+    answer = {"chunks": [[[20 * MIB, 40 * MIB]] * 2], "holds_previous": True, "blocks": []}
     found = prefill_logits(answer, None)
     assert (found.launch_bytes, found.copy_bytes, found.previous_bytes) == (20 * MIB, 40 * MIB, 40 * MIB)
     assert found.kept_bytes == 0

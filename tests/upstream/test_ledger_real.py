@@ -143,7 +143,7 @@ def test_prefill_logits(ledgers: Ledgers) -> None:
     assert "of at most 543,129,600 B, 534,773,760 ours" in region["note"]
     assert "reserves 536,870,912 B, 534,773,760 ours" in region["note"]
     previous, ours_previous = both(found, "prefill logits, previous launch")
-    assert 0.9 * upstream < previous < upstream
+    assert 0.9 * upstream < previous <= upstream
     assert ours_previous == 0
     kept, ours_kept = both(found, "prefill logits, kept by the allocator")
     assert kept > 1 << 30

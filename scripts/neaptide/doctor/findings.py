@@ -36,10 +36,13 @@ def exit_code(facts: Facts, found: bool) -> ExitCode:
 
 
 def _of_target(target: Applied) -> Iterator[str]:
-    if target.altered:
-        yield f"altered since it was applied: {', '.join(target.altered)}; apply again, or reinstall and apply"
-    elif target.state is State.INTERRUPTED:
+    if target.state is State.INTERRUPTED:
         yield "a write was interrupted; the next `neaptide apply` or `revert` recovers it"
+    elif target.altered:
+        yield (
+            f"altered since it was applied: {', '.join(target.altered)}; put the files back (git checkout in a tree, a "
+            "reinstallation of a package), then apply"
+        )
     elif target.state is State.MODIFIED:
         yield f"{target.place} is neither as upstream has it nor as the series leaves it"
     elif target.state is State.PRISTINE:

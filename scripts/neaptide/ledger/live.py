@@ -93,6 +93,11 @@ def read_live(path: Path) -> Live:
 def run_live(paths: Sequence[Path], progress: Progress) -> tuple[ExitCode, dict[str, Any]]:
     """A table a rank; findings where a residue is large or a block has no name."""
     ranks = sorted((read_live(path) for path in paths), key=lambda one: one.rank)
+    twice = sorted({one.rank for one in ranks if sum(other.rank == one.rank for other in ranks) > 1})
+    if twice:
+        raise NeaptideError(
+            f"rank {twice[0]} twice", wanted="one file a rank, of one engine", todo="Leave one out.", where="--live"
+        )
     for one in ranks:
         rows = [[r.name, f"{r.bytes / MIB:,.1f}", "torch" if r.in_torch else "outside"] for r in one.regions]
         rows += [

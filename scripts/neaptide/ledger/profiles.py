@@ -12,8 +12,11 @@ from msgspec import Meta, Struct
 
 from neaptide.errors import NeaptideError
 
-Count = Annotated[int, Meta(ge=1)]
-Whole = Annotated[int, Meta(ge=0)]
+# No deployment has more of anything; a slip of the keyboard has, and would be computed for hours.
+MOST = 1 << 26
+Count = Annotated[int, Meta(ge=1, le=MOST)]
+Whole = Annotated[int, Meta(ge=0, le=MOST)]
+Size = Annotated[int, Meta(ge=0)]
 WIRE_MODES = Literal["0", "ag", "i8", "mx", "ring", "i8_ring", "mx_ring", "a2a", "i8_a2a", "mx_a2a"]
 
 
@@ -68,7 +71,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     exchange_rows: Whole = 64
     oneshot_kib: Count = 84
     ring: bool = False
-    ring_bytes: Whole = 0
+    ring_bytes: Size = 0
     ring_wire_mode: WIRE_MODES = "0"
     indexer_plan_budget_mib: Whole = 0
 
@@ -123,7 +126,10 @@ def load_profile(root: Path, given: str, changes: Sequence[str] = ()) -> Profile
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise _refused(str(error), path) from error
-    return checked({"name": path.stem, **data, **dict(_change(text) for text in changes)}, str(path))
+    profile = checked({"name": path.stem, **data}, str(path))
+    if not changes:
+        return profile
+    return checked({"name": path.stem, **data, **dict(_change(text) for text in changes)}, f"{path} with --set")
 
 
 def _change(text: str) -> tuple[str, Any]:

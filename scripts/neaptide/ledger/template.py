@@ -19,6 +19,7 @@ MODELS = {
     "DeepseekV32": "deepseek_v32", "GlmMoeDsa": "deepseek_v32", "Glm5Next": "glm5next", "DeepseekV41": "deepseek_v41",
 }  # fmt: skip
 ABSENT = object()
+CUDAGRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +72,10 @@ def read_dump(path: Path) -> Mapping[str, Any]:
 
 def _refused(found: str, where: str) -> NeaptideError:
     return NeaptideError(
-        found, wanted="the form of docs/ledger.md, A dump", todo="Add it, and run the command again.", where=where
+        found,
+        wanted="the form of docs/ledger.md, A dump",
+        todo="Correct the dump, and run the command again.",
+        where=where,
     )
 
 
@@ -116,7 +120,7 @@ def _converted(name: str, found: Any) -> Any:
         known = {model for start, model in MODELS.items() if found.startswith(start)}
         return known.pop()
     if name == "full_graphs":
-        return "FULL" in str(found)
+        return "FULL" in CUDAGRAPH_MODES[CUDAGRAPH_MODES.index(found)]
     if name == "architecture":
         return {9: "sm90", 10: "sm100", 12: "sm120"}[found[0]]
     if name == "kv_bytes_per_token":

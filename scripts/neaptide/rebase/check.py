@@ -17,7 +17,7 @@ from neaptide.disk import write_bytes
 from neaptide.errors import ExitCode, NeaptideError, worst
 from neaptide.fetch import sdist_path
 from neaptide.output import Progress
-from neaptide.pins import DEFAULT_PIN, TargetPin
+from neaptide.pins import DEFAULT_PIN, TargetPin, load_pin
 from neaptide.rebase import describe, releases
 from neaptide.rebase.command import artefact_of, code_of
 from neaptide.rebase.planning import Library, plan_on
@@ -74,18 +74,25 @@ def run(args: argparse.Namespace, options: Options, progress: Progress) -> Resul
         raise NeaptideError("nothing to check against", wanted="--against TARGET==VERSION ...", todo="Name releases.")
     asked = [releases.parse(text) for text in args.against]
     pin = options.pin or DEFAULT_PIN
-    artefacts = [artefact_of(one, options, pin) for one in asked]
-    for artefact in artefacts:
-        if artefact.commit is None:
-            sdist_path(artefact, frozen=options.frozen, progress=progress)
-    report = args.report is not None
-    jobs = [Job(one.target, one.text, a, options, report) for one, a in zip(asked, artefacts, strict=True)]
+    report, jobs, lacking = args.report is not None, list[Job](), dict[str, Checked]()
+    for one in asked:
+        # A target or a pin that is not there is a slip; a release that is not there is an answer.
+        load_pin(options.root, pin).target(one.target, where=one.text)
+        begun = time.monotonic()
+        try:
+            artefact = artefact_of(one, options, pin)
+            if artefact.commit is None:
+                sdist_path(artefact, frozen=options.frozen, progress=progress)
+            jobs.append(Job(one.target, one.text, artefact, options, report))
+        except NeaptideError as error:
+            lacking[one.text] = _not_planned(one.text, error, begun)
     begun = time.monotonic()
-    found = _all(jobs)
+    planned = iter(_all(jobs) if jobs else ())
+    found = [lacking[one.text] if one.text in lacking else next(planned) for one in asked]
     progress.table("the series on each release: edits", COLUMNS, [one.row for one in found])
-    for one in found:
-        if "error" in one.out:
-            progress.note(f"{one.asked} was not planned: {one.out['error']['text']}")
+    for row in found:
+        if "error" in row.out:
+            progress.note(f"{row.asked} was not planned: {row.out['error']['text']}")
     progress.note(f"{len(found)} releases in {time.monotonic() - begun:.1f} s, after the downloads")
     if args.report is not None:
         write_bytes(args.report.resolve(), "\n".join(one.markdown for one in found).encode())
@@ -130,10 +137,14 @@ def _one(library: Library, job: Job) -> Checked:
     try:
         code, out, report = _planned(library, job)
     except NeaptideError as error:
-        code, out = error.code, {"error": {**error.as_dict(), "text": str(error)}}
-        report = f"# {job.text}\n\nNot planned: {error}\n"
+        return _not_planned(job.text, error, begun)
     library.forget(job.target, job.artefact)
     return Checked(job.text, code, time.monotonic() - begun, out, report)
+
+
+def _not_planned(text: str, error: NeaptideError, begun: float) -> Checked:
+    out = {"error": {**error.as_dict(), "text": str(error)}}
+    return Checked(text, error.code, time.monotonic() - begun, out, f"# {text}\n\nNot planned: {error}\n")
 
 
 def _planned(library: Library, job: Job) -> tuple[ExitCode, dict[str, Any], str]:

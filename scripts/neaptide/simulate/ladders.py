@@ -146,12 +146,12 @@ class Launches:
 def ladder_trace(ladder: Ladder, policy: str, sizes: Any) -> tuple[Trace, int]:
     """The operations of a ladder, and how many of them belong to its first chunk.
 
-    ``upstream`` and ``fixed-width`` hold a launch's logits until the next launch has its own; ``constant-bytes``
-    lets go of them before, and has the allocator keep its blocks.
+    ``upstream`` holds a launch's logits until the next launch of the layer has its own; the overlay lets go of them
+    before, and under ``constant-bytes`` has the allocator keep its blocks.
     """
     launches = Launches.under(policy, ladder, sizes)
     chunks = [list(launches.of_chunk(rows, columns)) for rows, columns in ladder.chunks()]
-    made = list(operations_of(chunks, ladder.layers, launches.cached, holds_previous=policy != "constant-bytes"))
+    made = list(operations_of(chunks, ladder.layers, launches.cached, holds_previous=policy == "upstream"))
     operations = [operation for chunk in made for operation in chunk]
     return Trace(policy, operations, total_bytes=TOTAL_BYTES), len(made[0])
 
@@ -161,29 +161,32 @@ def operations_of(
 ) -> Iterator[list[Operation]]:
     """Allocations and frees of each chunk of a prefill, in its order.
 
-    BF16 logits end with their copy. Each launch has ``len(cached) + 2`` ids, from 1 on: its blocks', its logits', its
-    copy's.
+    BF16 logits end with their copy; what a layer still has of its last launch ends with the call of its op. Each
+    launch has ``len(cached) + 2`` ids, from 1 on: its blocks', its logits', its copy's.
 
     Args:
         chunks: bytes of the logits and of the FP32 copy (0 for none) of each launch of each chunk.
         layers: how often a chunk's launches are made.
         cached: bytes of blocks that are taken and given back before each launch.
-        holds_previous: whether a launch's logits are held until the next launch has its own.
+        holds_previous: whether a launch's logits are held until the next launch of the layer has its own.
     """
-    held, next_key = 0, 1
+    next_key = 1
     for chunk in chunks:
         operations: list[Operation] = []
-        for logits_bytes, copy_bytes in [launch for _ in range(layers) for launch in chunk]:
-            if held and not holds_previous:
-                operations.append(["free", held])
-                held = 0
-            logits = next_key + len(cached)
-            operations += [["alloc", key, size] for key, size in enumerate(cached, next_key)]
-            operations += [["free", key] for key in range(next_key, logits)]
-            operations.append(["alloc", logits, logits_bytes])
-            if copy_bytes:
-                operations += [["alloc", logits + 1, copy_bytes], ["free", logits]]
-            if held:
-                operations.append(["free", held])
-            held, next_key = logits + bool(copy_bytes), logits + 2
+        for _ in range(layers):
+            held = 0
+            for logits_bytes, copy_bytes in chunk:
+                if held and not holds_previous:
+                    operations.append(["free", held])
+                    held = 0
+                logits = next_key + len(cached)
+                operations += [["alloc", key, size] for key, size in enumerate(cached, next_key)]
+                operations += [["free", key] for key in range(next_key, logits)]
+                operations.append(["alloc", logits, logits_bytes])
+                if copy_bytes:
+                    operations += [["alloc", logits + 1, copy_bytes], ["free", logits]]
+                if held:
+                    operations.append(["free", held])
+                held, next_key = logits + bool(copy_bytes), logits + 2
+            operations.append(["free", held])
         yield operations

@@ -80,18 +80,23 @@ def checked(operations: Iterable[Any], where: str) -> list[Operation]:
     out: list[Operation] = []
     for step, operation in enumerate(operations):
         known = ARGUMENTS.get(operation[0]) if isinstance(operation, list) and operation else None
-        if known is None or not known[0] < len(operation) <= known[1] + 1 or not _whole(operation[1:]):
+        if known is None or not known[0] < len(operation) <= known[1] + 1 or not _possible(operation):
             raise NeaptideError(
                 f"operation {step} is {json.dumps(operation)[:80]}",
-                wanted=f"one of {', '.join(ARGUMENTS)} with whole numbers",
+                wanted=f"one of {', '.join(ARGUMENTS)} with whole numbers from 0 to 2^63 - 1",
                 todo="See docs/simulate.md for the form of a trace.", where=where,
             )  # fmt: skip
         out.append(operation)
     return out
 
 
-def _whole(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+def _possible(operation: Sequence[Any]) -> bool:
+    """Whether all is whole numbers; ids are any, and sizes, streams, pools and steps what a 64-bit counter holds."""
+    action, *values = operation
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        return False
+    counts = values if action == "limit" else values[1:]
+    return all(0 <= value < 1 << 63 for value in counts)
 
 
 def read_trace(path: Path) -> Trace:
@@ -99,6 +104,8 @@ def read_trace(path: Path) -> Trace:
     raw = path.read_bytes()
     try:
         data = json.loads(lzma.decompress(raw) if path.suffix == ".xz" else raw)
+        if not isinstance(data, dict):
+            raise TypeError(f"a {type(data).__name__}")
         return _trace(data, path)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, lzma.LZMAError) as error:
         raise NeaptideError(
