@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,27 @@ def _nothing(point: str) -> None:
 
 
 checkpoint: Callable[[str], None] = _nothing
+
+
+def check_writable(path: Path | None, where: str) -> None:
+    """Refuse a file that could not be written, before the work that it is for.
+
+    Args:
+        where: the option that names it.
+    """
+    if path is None:
+        return
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise NeaptideError(
+            f"{path}: {error.strerror}", wanted="a place where a file can be written", todo="Choose another.",
+            where=where,
+        ) from error  # fmt: skip
 
 
 def write_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:

@@ -146,7 +146,11 @@ def _benches(args: argparse.Namespace, python: str, output: Path, build: Path, *
         written = ("--output", str(output / "bench" / "ledger-engine.json"))
         steps += [
             Step("engine", ("env", f"VLLM_NEAPTIDE_LEDGER_FILE={kept}", *bench, *written)),
-            Step("ledger", (*tool, "ledger", *at, "--live", f"{kept}.rank0.json", "--json"), output / "ledger.json"),
+            Step(
+                "ledger",
+                (*tool, "ledger", "--root", str(args.root), "--live", f"{kept}.rank0.json", "--json"),
+                output / "ledger.json",
+            ),
         ]
     return steps
 

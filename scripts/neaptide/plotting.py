@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from neaptide.disk import write_bytes
+from neaptide.disk import check_writable, write_bytes
 from neaptide.errors import NeaptideError
 
 FORMATS = (".svg", ".png", ".pdf")
@@ -25,6 +25,7 @@ def check_plot(path: Path | None) -> None:
     if path.suffix not in FORMATS:
         raise NeaptideError(f"{path.name!r}", wanted=f"a name in {', '.join(FORMATS)}", todo="Choose another name.",
                             where="--plot")  # fmt: skip
+    check_writable(path, "--plot")
     if find_spec("matplotlib") is None:
         raise NeaptideError(
             "matplotlib is not installed", wanted="it for --plot", todo="pip install 'neaptide[bench]'.", where="--plot"

@@ -15,6 +15,7 @@ import gpu_standins
 import pytest
 from gpu_standins import GOOD, GPU, ROOT, Stand
 from neaptide import gpu_ci, gpu_host
+from neaptide.cli import main as cli
 from neaptide.doctor.probe import Probe
 from neaptide.errors import NeaptideError
 from neaptide.gpu_ci import Run, Step, carry_out, main
@@ -87,6 +88,18 @@ def test_files_follow_the_patches_of_the_pin(stand: Stand, capsys: Shown) -> Non
     assert set(names["current"]) == {path.name for path in GPU.glob("test_*.py")}
     unlisted = {path.name for path in GPU.glob("test_*.py")} - set(gpu_host.TESTS)
     assert set(names["r12"]) == {"test_indexer_sm120.py", "test_indexer_topk.py", "test_pcie_pools.py"} | unlisted
+
+
+def test_the_live_ledger_of_an_engine_is_shown(tmp_path: Path, capsys: Shown) -> None:
+    """The step's own command, on a file as a worker writes it."""
+    args = gpu_ci.parser().parse_args(["--root", str(ROOT), "--output", str(tmp_path)])
+    *_, engine, step = gpu_ci._benches(args, "python", tmp_path, tmp_path / "build", ledger=True)
+    variable, file = engine.command[1].split("=")
+    assert variable == "VLLM_NEAPTIDE_LEDGER_FILE"
+    row = json.loads((ROOT / "tests/bench/results/ledger-live-h200.json").read_text())["rows"][0]
+    write_files(tmp_path, {f"{Path(file).relative_to(tmp_path)}.rank0.json": json.dumps(row)})
+    assert cli([*step.command[3:]]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"][0]["rank"] == 0
 
 
 # In an image

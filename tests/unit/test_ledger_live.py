@@ -38,6 +38,12 @@ def test_ranks_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "in no region\t0.0\t0.50% of what is not KV cache" in shown
 
 
+def test_a_rank_twice_is_refused(tmp_path: Path) -> None:
+    path = file(tmp_path)
+    with pytest.raises(NeaptideError, match="rank 1 twice; wanted one file a rank"):
+        run_live([path, path], Progress())
+
+
 def test_a_large_residue_and_a_block_without_a_name_are_findings(tmp_path: Path) -> None:
     block = {"bytes": 1 << 27, "name": "other tensors", "named": False, "region": "other tensors"}
     path = file(tmp_path, residue_share=0.021, large_blocks=[block])

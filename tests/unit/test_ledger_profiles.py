@@ -99,6 +99,7 @@ def test_a_changed_value_is_read_by_the_kind_of_its_field(change: str, value: An
         ({"engine": "fork", "pcie_collectives": "1"}, "pcie_collectives is 1; wanted 0"),
         ({"kv_bytes_per_token": None}, "missing required field `kv_bytes_per_token`"),
         ({"heads": 3}, "unknown field `heads`"),
+        ({"max_model_len": 99_999_999_999}, "Expected `int` <= 67108864 - at `$.max_model_len`"),
         ({"max_num_seqs": "8"}, "Expected `int`, got `str` - at `$.max_num_seqs`"),
     ],
 )
@@ -206,6 +207,8 @@ def test_the_page_has_every_path_of_a_dump() -> None:
         ({**DUMP, "kv_cache": {"bytes": float("inf"), "tokens": 1}}, "no kv_bytes_per_token"),
         ({**DUMP, "use_v2_model_runner": []}, "use_v2_model_runner is [], no runner"),
         ({**DUMP, "device": {"capability": 12, "multiprocessors": 1}}, "device.capability is 12, no architecture"),
+        ({**DUMP, "compilation_config": {"cudagraph_mode": "FOO", "max_cudagraph_capture_size": 1}},
+         "compilation_config.cudagraph_mode is \"FOO\", no full_graphs"),
         ("{", "no JSON"),
         ("[]", "a list; wanted the form of docs/ledger.md"),
     ],

@@ -182,6 +182,9 @@ def test_freed_blocks_are_not_searched_again_at_the_limit() -> None:
         ([["alloc", 1, 2], ["free"]], "operation 1"),
         ([["alloc", 1, 2.5]], "operation 0"), ("alloc", "operation 0"), ([["free", 5]], "operation 0"),
         ([["alloc", 1, 2], ["alloc", 1, 2]], "operation 1"), ([["graph_end", 1]], "operation 0"),
+        ([["alloc", 1, -5]], "operation 0"), ([["alloc", 1, 1 << 63]], "operation 0"),
+        ([["alloc", 1, 2, -1]], "operation 0"), ([["limit", -1]], "operation 0"),
+        ([["alloc", 1, 2], ["free", 1, -1]], "operation 1"),
     ],
 )  # fmt: skip
 def test_traces_that_are_refused(operations: Any, named: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from neaptide.bench import indexer, workspace
 from neaptide.bench.engine import UPSTREAM, Bench, Variant, check_model, choose_scenarios, interpreter, outcome_code
 from neaptide.bench.results import plot, show, without_steps
 from neaptide.bench.scenarios import SCENARIOS
-from neaptide.disk import write_bytes
+from neaptide.disk import check_writable, write_bytes
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.installed import InstalledPlace
 from neaptide.jsonfile import encode
@@ -58,6 +58,7 @@ def add_options(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, options: Options, session: Session) -> tuple[ExitCode, dict[str, Any]]:
     """Run every scenario of the engine, or every case of a part of vLLM, with every variant."""
     check_plot(args.plot)
+    check_writable(args.output, "--output")
     if args.what == "engine":
         return _run_engine(args, options, session)
     return _run_part(indexer if args.what == "indexer" else workspace, args, options, session)

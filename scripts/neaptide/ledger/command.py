@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from neaptide.both_trees import check
+from neaptide.disk import check_writable
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.ledger.asking import COMMAND, Answers, ask
 from neaptide.ledger.b12x_regions import CALLER, b12x_regions, reach_of
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace, options: Options, progress: Progress) -> tuple
             )
         return run_live(args.live, progress)
     check_plot(args.plot)
+    check_writable(args.csv, "--csv")
     profile = load_profile(options.root, args.profile, args.changes)
     check(options, ("b12x", "vllm"), COMMAND)
     pin = options.pin or DEFAULT_PIN

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from neaptide.commands import Result
-from neaptide.disk import write_bytes
+from neaptide.disk import check_writable, write_bytes
 from neaptide.errors import ExitCode, NeaptideError, worst
 from neaptide.fetch import sdist_path
 from neaptide.output import Progress
@@ -72,6 +72,7 @@ def run(args: argparse.Namespace, options: Options, progress: Progress) -> Resul
     """Plan on every release; the exit code is the worst of theirs, bad input for one that cannot be planned on."""
     if not args.against:
         raise NeaptideError("nothing to check against", wanted="--against TARGET==VERSION ...", todo="Name releases.")
+    check_writable(args.report, "--report")
     asked = [releases.parse(text) for text in args.against]
     pin = options.pin or DEFAULT_PIN
     report, jobs, lacking = args.report is not None, list[Job](), dict[str, Checked]()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from neaptide.bench.results import headed_table
+from neaptide.disk import check_writable
 from neaptide.errors import ExitCode, NeaptideError
 from neaptide.output import Progress
 from neaptide.plotting import check_plot, plot_bytes
@@ -106,6 +107,7 @@ def run(request: Request, progress: Progress) -> tuple[ExitCode, dict[str, Any]]
 
 def _check(request: Request) -> None:
     check_plot(request.plot)
+    check_writable(request.snapshot, "--snapshot")
     parse_settings(request.settings or "")
     numbers = {"limit_bytes": request.limit_bytes, **request.of_ladder, **request.of_snapshot}
     for name in ("layers", "heads", "budget_bytes", "total_bytes", "limit_bytes"):
