@@ -25,55 +25,29 @@ def dedented(symbol: str) -> str:
 
 ADMIT_TEXT, TOTAL_TEXT = taken("admit"), taken("total")
 # ``admit`` keeps its name and gives its body away; or it goes, in three parts.
-HELPERS = """def choose(requests, capacity, reserve):
-    ordered = sorted(requests, key=len)
-    remaining = capacity - reserve
-    admitted = []
-    for request in ordered:
-        needed = math.ceil(len(request) / 2)
-        if needed > remaining:
-            break
-        remaining -= needed
-        admitted.append(request)
-    return admitted, remaining
+_START, _LOOP, _REPORT, _END = (ADMIT_TEXT.index(f"    {word} ") for word in ("ordered", "for", "waiting", "return"))
+START, LOOP, REPORT = ADMIT_TEXT[_START:_LOOP], ADMIT_TEXT[_LOOP:_REPORT], ADMIT_TEXT[_REPORT:_END]
+HELPERS = f"""def choose(requests, capacity, reserve):
+{START}{LOOP}    return admitted, remaining
 
 
 def summarise(requests, admitted, remaining):
-    waiting = [r for r in requests if r not in admitted]
-    share = remaining // max(1, len(waiting))
-    longest = max(map(len, waiting), default=0)
-    report = {"admitted": len(admitted), "share": share}
-    report["longest"] = longest
-    return report
+{REPORT}    return report
 """
 SHELL = """def admit(requests, capacity, reserve=0):
     admitted, remaining = choose(requests, capacity, reserve)
     return admitted, summarise(requests, admitted, remaining)
 """
-THREE = """def rank(requests, capacity, reserve):
-    ordered = sorted(requests, key=len)
-    remaining = capacity - reserve
-    admitted = []
-    return ordered, remaining, admitted
+THREE = f"""def rank(requests, capacity, reserve):
+{START}    return ordered, remaining, admitted
 
 
 def take(ordered, remaining, admitted):
-    for request in ordered:
-        needed = math.ceil(len(request) / 2)
-        if needed > remaining:
-            break
-        remaining -= needed
-        admitted.append(request)
-    return remaining
+{LOOP}    return remaining
 
 
 def sum_up(requests, admitted, remaining):
-    waiting = [r for r in requests if r not in admitted]
-    share = remaining // max(1, len(waiting))
-    longest = max(map(len, waiting), default=0)
-    report = {"admitted": len(admitted), "share": share}
-    report["longest"] = longest
-    print(report)
+{REPORT}    print(report)
     print(longest)
     return [report, None]
 """

@@ -79,7 +79,7 @@ def read_source(root: Path, pin: str, target: str, progress: Progress) -> Source
     artefact, lock = load_pin(root, pin).targets[target], load_lock(root, pin).get(target)
     archive, series = sdist_path(artefact, frozen=False, progress=progress), load_series(root, target)
     files = sdist_files(archive, artefact.package, files_of(series))
-    guards = {patch: dict(edits) for patch, edits in lock.guards.items()} if lock is not None else {}
+    guards = lock.guards if lock is not None else {}
     plan = plan_series(Subject(target, artefact.version, artefact.names, files.read, files.read, guards), series)
     if plan.exit_code() is not ExitCode.DONE:
         raise NeaptideError(

@@ -8,11 +8,10 @@ from typing import Any
 
 from neaptide import verify
 from neaptide.errors import ExitCode, NeaptideError, worst
-from neaptide.export import export_place
+from neaptide.export import check_applied, export_place
 from neaptide.gitplace import GitPlace
-from neaptide.installed import InstalledPlace
 from neaptide.outcomes import IN_FORCE, Plan, Status
-from neaptide.places import Accepted, State, accepted_in, file_hashes, listed
+from neaptide.places import Accepted, State, accepted_in, described, file_hashes
 from neaptide.report import plan_dict, show_plan
 from neaptide.session import Session, Work, trees_only
 
@@ -182,8 +181,9 @@ def status(session: Session) -> Result:
             "place": work.place.label,
             "state": state.value,
         }
-        shown = f"{state.value}{_altered(work.place, state)}"
-        rows.append([shown, work.place.label, ", ".join(applied) if state is not State.PRISTINE else ""])
+        rows.append(
+            [described(work.place), work.place.label, ", ".join(applied) if state is not State.PRISTINE else ""]
+        )
         if state is State.INTERRUPTED:
             code = ExitCode.UNVERIFIED
         elif state is State.MODIFIED and code is ExitCode.DONE:
@@ -217,7 +217,7 @@ def _verify_one(session: Session, work: Work) -> dict[str, Any]:
     place = work.place
     state, record = place.state(), place.record()
     if state is not State.APPLIED or record is None:
-        found = f"the target is {state.value}{_altered(place, state)}, wanted {State.APPLIED.value}"
+        found = f"the target is {described(place)}, wanted {State.APPLIED.value}"
         return {"problems": [found], "smoke": "not run"}
     names = {p["id"] for p in record.patches}
     plan = session.plan(work, [p for p in session.series(place.target) if p.id in names])
@@ -242,12 +242,6 @@ def _verify_one(session: Session, work: Work) -> dict[str, Any]:
     if smoke.result == "failed":
         problems.append(f"import smoke: {smoke.detail}")
     return {"problems": problems, "smoke": f"{smoke.result}: {smoke.detail}"}
-
-
-def _altered(place: GitPlace | InstalledPlace, state: State) -> str:
-    """The files that make a place modified, in brackets."""
-    names = place.altered() if state is State.MODIFIED else []
-    return f" ({listed(names)})" if names else ""
 
 
 def _added(place: GitPlace) -> list[str]:
@@ -283,12 +277,7 @@ def export(session: Session, output: Path | None) -> Result:
     folder = output or session.options.build / session.pin.name / "export"
     out, works = {}, session.places(create=False)
     for work in works:
-        state = work.place.state()
-        if state is not State.APPLIED:
-            raise NeaptideError(
-                f"the tree is {state}{_altered(work.place, state)}", wanted="an applied series, as it was applied",
-                todo="Put the files back, or run `neaptide apply`; nothing was written.", where=work.place.label,
-            )  # fmt: skip
+        check_applied(work.place)
     for work in works:
         assert isinstance(work.place, GitPlace)
         out[work.place.target] = export_place(work.place, folder / work.place.target)

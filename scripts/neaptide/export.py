@@ -10,7 +10,7 @@ from neaptide import __version__, disk, jsonfile
 from neaptide.errors import NeaptideError
 from neaptide.git import DIFF_OPTIONS, Repo, bare_view
 from neaptide.gitplace import GitPlace
-from neaptide.places import Record, State
+from neaptide.places import Place, Record, State, described
 
 MANIFEST = "manifest.json"
 LAB_LOCK = "integration.lock.json"
@@ -20,18 +20,24 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def check_applied(place: Place) -> None:
+    """Refuse to export what is not the series as it was applied."""
+    if place.state() is not State.APPLIED:
+        raise NeaptideError(
+            f"the tree is {described(place)}", wanted="an applied series, as it was applied",
+            todo="Put the files back, or run `neaptide apply`; nothing was written.", where=place.label,
+        )  # fmt: skip
+
+
 def export_place(place: GitPlace, folder: Path) -> dict[str, Any]:
-    """Write ``folder`` anew from what is applied at ``place``; the same input gives the same bytes.
+    """Write ``folder`` anew from what is applied at ``place`` (:func:`check_applied`); the same input gives the same
+    bytes.
 
     Returns:
         What was written: file names with sha256, and why the lab's lock was left out, if it was.
     """
     record = place.record()
-    if place.state() is not State.APPLIED or record is None:
-        raise NeaptideError(
-            f"the tree is {place.state()}", wanted="an applied series", todo="Run `neaptide apply` first.",
-            where=place.label,
-        )  # fmt: skip
+    assert record is not None
     with bare_view(place.repo) as view:
         files = _series_files(view, record)
         patch = view.run("diff", *DIFF_OPTIONS, record.base["commit"], record.result["commit"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,12 +146,11 @@ class Session:
                 todo="Clone the repository and give its folder.", where=f"pin {self.pin.name}",
             )  # fmt: skip
         top = self.tree_folder(target)
-        if target in self.options.sdists:
-            self._sdist(target, artefact)
+        given = self._sdist(target, artefact) if target in self.options.sdists else None
         if create:
             maker = TreeMaker(self.pin, target, artefact, self.progress)
             scratch = Path(self._scratch.name) if self.options.dry_run else None
-            top = maker.ensure(top, lambda: self._sdist(target, artefact), scratch)
+            top = maker.ensure(top, lambda: given or self._sdist(target, artefact), scratch)
         if not top.is_dir():
             self.skipped[target] = f"{top} does not exist"
             return None
@@ -182,7 +181,7 @@ class Session:
         only = [n for n in self.options.only if n in mine]
         return select(patches, only, [n for n in self.options.without if n in mine])
 
-    def subject(self, work: Work, guards: dict[str, dict[str, Guards]] | None) -> Subject:
+    def subject(self, work: Work, guards: Mapping[str, Mapping[str, Guards]] | None) -> Subject:
         return Subject(
             target=work.place.target,
             version=work.artefact.version,
@@ -194,8 +193,7 @@ class Session:
 
     def plan(self, work: Work, patches: Sequence[Patch], *, recording: bool = False) -> Plan:
         recorded = work.lock.guards if work.lock is not None else {}
-        guards = None if recording else {p: dict(edits) for p, edits in recorded.items()}
-        return plan_series(self.subject(work, guards), patches)
+        return plan_series(self.subject(work, None if recording else recorded), patches)
 
     def _original(self, work: Work) -> Reader:
         """The locked artefact's own bytes, for showing what upstream changed since; None where not at hand."""

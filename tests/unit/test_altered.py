@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from neaptide.cli import main
 from toy import SCALE_EDIT, TOTAL_EDIT, ToyRepository
 
 Shown = pytest.CaptureFixture[str]
@@ -47,9 +48,7 @@ def test_an_altered_file_is_named(
     before = everything(applied.root)
     options = {"export": ("--output", str(tmp_path / "out")), "doctor": ("--trees",)}.get(command, ())
     if command == "doctor":
-        # It reads no sdist.
-        from neaptide.cli import main
-
+        # It takes no sdist.
         assert main(["doctor", "--root", str(applied.root), *options]) == code
     else:
         assert applied.run(command, *options) == code

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from neaptide.bench import command as bench
 from neaptide.cli import main
+from neaptide.disk import check_writable
 from neaptide.ledger import command as ledger
 from neaptide.rebase import check
 from neaptide.simulate import command as simulate
@@ -40,8 +41,6 @@ def test_a_place_where_no_file_can_be(
 
 def test_a_folder_that_is_to_be_made_is_none_yet(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "a.csv"
-    from neaptide.disk import check_writable
-
     check_writable(path, "--csv")
     check_writable(None, "--csv")
     assert not path.parent.exists()

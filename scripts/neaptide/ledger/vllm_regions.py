@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 from neaptide.ledger.asking import Answers
 from neaptide.ledger.kept import Logits, prefill_logits
@@ -64,7 +62,10 @@ def prefill(profile: Profile, answers: Answers, patch: str) -> Iterator[Region]:
     limits = [margin + room if margin else None for room in reserved]
     up, ours = (prefill_logits(side, limit) for side, limit in zip(sides, limits, strict=True))
     launches = [[logits for chunk in side["chunks"] for logits, _ in chunk] for side in sides]
-    over = [Over.of(side, room) for side, room in zip((up, ours), reserved, strict=True)]
+    over = [
+        beyond(room, side.launch_bytes, side.copy_bytes, side.previous_bytes, side.kept_bytes)
+        for side, room in zip((up, ours), reserved, strict=True)
+    ]
     owner = _op(profile)
     bound = f"within {profile.margin_mib:,} MiB beside the profile's" if margin else "with no bound"
     yield Region(
@@ -73,28 +74,28 @@ def prefill(profile: Profile, answers: Answers, patch: str) -> Iterator[Region]:
         f"at the fullest moment; {len(launches[0]):,} launches upstream, {len(launches[1]):,} ours, a layer, of at "
         f"most {max(launches[0]):,} B, {max(launches[1]):,} ours; at most {sides[0]['columns']:,} columns; the profile "
         f"reserves {reserved[0]:,} B, {reserved[1]:,} ours",
-        upstream_over=over[0].launch, overlay_over=over[1].launch,
+        upstream_over=over[0][0], overlay_over=over[1][0],
     )  # fmt: skip
     yield Region(
         "prefill logits, FP32 copy", owner, (patch,), up.copy_bytes, ours.copy_bytes, Lifetime.CALL,
         Term.ACTIVATION, Term.ACTIVATION,
         "of BF16 logits" if up.copy_bytes else "none: these kernels write FP32",
         reached=profile.architecture == "sm100",
-        upstream_over=over[0].copy, overlay_over=over[1].copy,
+        upstream_over=over[0][1], overlay_over=over[1][1],
     )  # fmt: skip
     # r12's patch of the logits lets go of the previous launch itself.
     release = "vllm/indexer-drop-previous-logits" if patch.endswith("indexer-logits") else patch
     yield Region(
         "prefill logits, previous launch", owner, (release,), up.previous_bytes, ours.previous_bytes, Lifetime.CALL,
         Term.ACTIVATION, Term.ACTIVATION, "the loop still holds it while the next launch allocates",
-        upstream_over=over[0].previous, overlay_over=over[1].previous,
+        upstream_over=over[0][2], overlay_over=over[1][2],
     )  # fmt: skip
     yield Region(
         "prefill logits, kept by the allocator", owner, (patch,), up.kept_bytes, ours.kept_bytes, Lifetime.PROCESS,
         Term.ACTIVATION, Term.ACTIVATION,
         f"segments beyond these after one prompt of {profile.max_model_len:,} tokens in chunks of "
         f"{profile.chunk_tokens:,}, simulated {bound}; {up.device_allocs} cudaMallocs upstream, "
-        f"{ours.device_allocs} ours", upstream_over=over[0].kept, overlay_over=over[1].kept,
+        f"{ours.device_allocs} ours", upstream_over=over[0][3], overlay_over=over[1][3],
     )  # fmt: skip
     if up.failed or ours.failed:
         yield without_memory(owner, patch, up, ours, bound)
@@ -111,24 +112,9 @@ def without_memory(owner: str, patch: str, up: Logits, ours: Logits, bound: str)
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Over:
-    """Bytes of each part of a prefill's logits that the profile's reservation has no room for, in their order."""
-
-    launch: int
-    copy: int
-    previous: int
-    kept: int
-
-    @classmethod
-    def of(cls, logits: Logits, reserved: int) -> Over:
-        sizes = (logits.launch_bytes, logits.copy_bytes, logits.previous_bytes, logits.kept_bytes)
-        return cls(*(_over(size, sum(sizes[:place]), reserved) for place, size in enumerate(sizes)))
-
-
-def _over(nbytes: int, before: int, reserved: int) -> int:
-    """Bytes that a reservation has no room for behind ``before`` others."""
-    return min(nbytes, max(0, before + nbytes - reserved))
+def beyond(reserved: int, *sizes: int) -> list[int]:
+    """Of each size the bytes that a reservation has no room for, those before it in it already."""
+    return [min(size, max(0, sum(sizes[: place + 1]) - reserved)) for place, size in enumerate(sizes)]
 
 
 def decode(profile: Profile, answers: Answers, patch: str) -> Iterator[Region]:
@@ -137,7 +123,11 @@ def decode(profile: Profile, answers: Answers, patch: str) -> Iterator[Region]:
     up, ours = (side["decode"] for side in sides)
     captured = profile.full_graphs and up["rows"] <= profile.largest_capture_rows
     term, lifetime = (Term.GRAPHS, Lifetime.CAPTURE) if captured else (Term.ACTIVATION, Lifetime.CALL)
-    over = [(0, 0) if captured else _decode_over(side) for side in sides]
+    over = [
+        [0, 0] if captured
+        else beyond(side["profile_run"]["reserved_bytes"], *(side["decode"][n] for n in ("logits_bytes", "copy_bytes")))
+        for side in sides
+    ]  # fmt: skip
     where = "in the pool of the FULL graphs" if captured else "of an eager step"
     owner = _op(profile)
     yield Region(
@@ -151,13 +141,6 @@ def decode(profile: Profile, answers: Answers, patch: str) -> Iterator[Region]:
         reached=profile.architecture == "sm100" and bool(up["copy_bytes"]),
         upstream_over=over[0][1], overlay_over=over[1][1],
     )  # fmt: skip
-
-
-def _decode_over(side: Mapping[str, Any]) -> tuple[int, int]:
-    """Of the logits and of their copy, what the profile run has not reserved."""
-    step, reserved = side["decode"], side["profile_run"]["reserved_bytes"]
-    logits, copy = step["logits_bytes"], step["copy_bytes"]
-    return _over(logits, 0, reserved), _over(copy, logits, reserved)
 
 
 def attention(profile: Profile, answers: Answers) -> Iterator[Region]:

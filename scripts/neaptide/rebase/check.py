@@ -139,7 +139,8 @@ def _one(library: Library, job: Job) -> Checked:
         code, out, report = _planned(library, job)
     except NeaptideError as error:
         return _not_planned(job.text, error, begun)
-    library.forget(job.target, job.artefact)
+    finally:
+        library.forget(job.target, job.artefact)
     return Checked(job.text, code, time.monotonic() - begun, out, report)
 
 
