@@ -76,7 +76,6 @@ class WorkingFile:
     """One file: whole, and cut at its functions and methods, whichever an edit needs."""
 
     def __init__(self, source: Source) -> None:
-        self._newline = source.newline
         self._whole: Part | None = Part(source)
         self._pieces: list[_Piece] = []
         self._by_name: dict[str, Part] = {}
@@ -91,7 +90,7 @@ class WorkingFile:
                 owned += [item.moved(at - skip) for item in piece.part.owned]
                 texts.append(text[skip:])
                 at += len(text) - skip
-            self._whole = Part(Source("".join(texts), self._newline), owned)
+            self._whole = Part(Source("".join(texts)), owned)
         return self._whole
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,15 +58,15 @@ WHERE = {
     "h": ".C", "k": "",
 }  # fmt: skip
 ALL = {"in_if": IN_IF, "beside_if": BESIDE_IF, "method": METHOD, "end_of_f": STATEMENT_OF_F, "at_top": TOP}
-PAIRS = [(one, other) for one in ALL for other in ALL if one != other]
+SOME = [*itertools.permutations(ALL, 2), *itertools.permutations(ALL, 3)]
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_each_stands_in_the_block_that_it_is_for(tmp_path: Path, one: str, other: str) -> None:
+@pytest.mark.parametrize("names", SOME, ids=" ".join)
+def test_each_stands_in_the_block_that_it_is_for(tmp_path: Path, names: tuple[str, ...]) -> None:
     """All of them begin where the text of ``f`` ends, but for the last, which is behind the class."""
-    done = plan(tmp_path, UPSTREAM, ALL[one], ALL[other])
+    done = plan(tmp_path, UPSTREAM, *(ALL[name] for name in names))
     assert {o.status for o in done.outcomes if not o.key.startswith("names:")} == {Status.CLEAN}
-    wanted = {name: WHERE[name] for name in (one, other, "g", "h", "k")}
+    wanted = {name: WHERE[name] for name in (*names, "g", "h", "k")}
     assert blocks(done.files["core.py"].decode()) == {**wanted, "f": ".C", "C": ""}
 
 
@@ -110,11 +111,12 @@ def test_a_comment_at_the_end_of_the_first_is_the_firsts(tmp_path: Path, first: 
     assert done.files["core.py"].decode() == upstream.replace("g(a)\n", f"g(a)\n{indented}    later()\n")
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_second_of_a_kind_follows_the_first(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "between"), [(one, other) for one in ALL for other in ("", *ALL) if one != other])
+def test_a_second_of_a_kind_follows_the_first(tmp_path: Path, name: str, between: str) -> None:
+    """Whatever another patch changes between the two."""
     first = ALL[name]
     second = {k: v.replace(name, "later") if k in ("after", "end") else v for k, v in first.items()}
-    done = plan(tmp_path, UPSTREAM, first, second)
+    done = plan(tmp_path, UPSTREAM, first, *([ALL[between]] if between else []), second)
     assert {o.status for o in done.outcomes if not o.key.startswith("names:")} == {Status.CLEAN}
     text = done.files["core.py"].decode()
     assert text.index(name) < text.index("later")
@@ -137,9 +139,12 @@ def test_a_rule_that_looks_around_the_method_sees_the_class(tmp_path: Path) -> N
 @pytest.mark.parametrize(("first", "rest"), [("\n", "\r\n"), ("\r\n", "\n")])
 def test_new_lines_end_as_the_first_of_the_file(tmp_path: Path, first: str, rest: str) -> None:
     """Also in a function whose own lines end otherwise."""
-    upstream = f"import os{first}" + UPSTREAM.replace("\n", rest)
-    text = plan(tmp_path, upstream, IN_IF).files["core.py"].decode()
-    assert text == upstream.replace("g(a)", f"g(a){first}            in_if(a)")
+    upstream = f"import os{first}" + (UPSTREAM + "def top(a):\n    t(a)\n").replace("\n", rest)
+    in_top = {"symbol": "top", "match": "t($X)", "after": "in_top()"}
+    again = {"symbol": "top", "end": "again()"}
+    text = plan(tmp_path, upstream, IN_IF, in_top, again).files["core.py"].decode()
+    with_if = upstream.replace("g(a)", f"g(a){first}            in_if(a)")
+    assert text == with_if.replace("    t(a)", f"    t(a){first}    in_top(){first}    again()")
 
 
 def test_a_result_that_does_not_parse_is_refused_without_the_line_of_a_part(tmp_path: Path) -> None:
